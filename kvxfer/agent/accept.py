@@ -1,0 +1,261 @@
+"""WRITE, consumer side: destination blocks that producer ranks push into.
+
+Drained here is what producers prove: a seal (all its writes were acknowledged), a ``PushFailed``
+that says so, or our own fence of that peer.  Our silence proves nothing: bytes already sent may
+still land.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvxfer.agent.draining import Draining
+from kvxfer.agent.handles import TransferHandle, TransferState
+from kvxfer.core import wire
+from kvxfer.core.acks import Ack, AckOutcome, AckReconciler
+from kvxfer.core.events import BlockIds, Failed, Received, Role
+from kvxfer.errors import ErrorKind, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvxfer.agent.consumer import Consumer
+    from kvxfer.agent.context import Context
+    from kvxfer.agent.links import Link
+    from kvxfer.core.batch import Int64Array
+    from kvxfer.core.layout import Blocks
+
+__all__ = ["Accepting", "destinations"]
+
+
+@attrs.define(eq=False)
+class _Writer:
+    """One producer rank that was told our destination blocks."""
+
+    link: Link
+    sealed: bool = False
+    drained: bool = False
+
+
+class Accepting:
+    """One accepted transfer. Progress thread only, but for the handle."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        consumer: Consumer,
+        *,
+        handle: TransferHandle,
+        epoch: int,
+        blocks: tuple[Blocks, ...],
+        pin: int,
+        writers: Collection[int] | None,
+        duration: float,
+        now: float,
+    ) -> None:
+        self._ctx = ctx
+        self._consumer = consumer
+        self.handle = handle
+        self.ref = wire.Ref(handle.transfer_id, ctx.incarnation, epoch)
+        self._blocks = blocks
+        self._destinations = destinations(blocks)
+        self._token = pin
+        self._deadline = now + duration
+        self._writers: dict[str, _Writer] = {}
+        self._seals = AckReconciler()
+        self._seals.expect(
+            handle.transfer_id, sources=writers, deadline=float("inf"), now=now, epoch=epoch
+        )
+        self._payload: tuple[int, bytes] = (2**62, b"")
+        self._nbytes = 0
+        self.error: TransferError | None = None
+        self.draining: Draining | None = None
+        self.ended = False
+        ctx.at(self, self._deadline)
+
+    def step(self, now: float) -> None:
+        if self.ended:
+            return
+        if self.draining is not None:
+            self.draining.step(now)
+            return
+        if self.error is None and now >= self._deadline:
+            self.fail(
+                TransferError(
+                    f"not sealed by its deadline; {self._state_of_writers()}",
+                    kind=ErrorKind.TIMEOUT,
+                ),
+                now,
+            )
+        for writer in self._writers.values():
+            if self.error is None and not writer.link.usable and not writer.sealed:
+                self.fail(
+                    TransferError(
+                        f"the producer was lost before it sealed: {writer.link.error}",
+                        kind=writer.link.kind_of_failure(),
+                    ),
+                    now,
+                )
+        if self.error is not None:
+            self._publish_failure(now)
+        else:
+            self._ctx.at(self, self._deadline)
+
+    def _state_of_writers(self) -> str:
+        if not self._writers:
+            return "no producer asked for the blocks"
+        sealed = sum(w.sealed for w in self._writers.values())
+        return f"{len(self._writers)} producers were granted, {sealed} sealed"
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def grant(self, link: Link, now: float) -> None:
+        """A producer rank asked, or was named: tell it where to write."""
+        if self.error is not None or self.ended or self.draining is not None:
+            return
+        accept = wire.Accept(
+            self.ref, [_blocks_wire(b) for b in self._blocks], max(0.0, self._deadline - now)
+        )
+        if link.incarnation in self._writers:
+            # It asks although it was told: it may not have been pushing yet.
+            link.mailbox.send(accept)
+            return
+        self._writers[link.incarnation] = _Writer(link)
+        link.when_changed(self)
+        link.mailbox.mail(accept, now=now, until=self._deadline)
+
+    def on_seal(
+        self, sender: str, seal: wire.Seal, source: int, expected: frozenset[int], now: float
+    ) -> None:
+        """A producer rank says that everything of it has landed."""
+        writer = self._writers.get(sender)
+        if writer is None:
+            self._ctx.counters.count("seals.stranger")
+            return
+        writer.sealed = writer.drained = True
+        if self.draining is not None or self.error is not None:
+            self._ctx.soon(self)
+            return
+        result = self._seals.record(
+            Ack(
+                transfer_id=seal.ref.transfer, source=source, epoch=seal.ref.epoch, sources=expected
+            ),
+            now,
+        )
+        if result.outcome in (AckOutcome.PROGRESS, AckOutcome.COMPLETE):
+            self._nbytes += seal.nbytes
+            if seal.payload and source < self._payload[0]:
+                self._payload = (source, seal.payload)
+        if result.outcome is AckOutcome.COMPLETE:
+            self._publish_success()
+
+    def on_push_failed(
+        self, sender: str, message: wire.PushFailed, kind: ErrorKind, now: float
+    ) -> None:
+        """A producer rank gave up, or, later, tells that it is drained."""
+        writer = self._writers.get(sender)
+        if writer is None:
+            return
+        writer.drained = writer.drained or message.drained
+        if self.draining is None:
+            self.fail(TransferError(f"the producer failed: {message.message}", kind=kind), now)
+        self._ctx.soon(self)
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def fail(self, error: TransferError, now: float) -> None:
+        """Give up: every producer that may still write is told to stop."""
+        if self.error is not None or self.ended or self.draining is not None:
+            return
+        self.error = error
+        for writer in self._writers.values():
+            if not writer.drained and writer.link.usable:
+                writer.link.mailbox.mail(
+                    wire.Cancel(self.ref, error.kind.value, error.message[:4096]),
+                    now=now,
+                    until=now + self._ctx.timeouts.drain + self._ctx.timeouts.ack,
+                )
+        self._ctx.soon(self)
+
+    def _drained(self) -> bool:
+        return all(writer.drained for writer in self._writers.values())
+
+    def _fenced(self) -> None:
+        for writer in self._writers.values():
+            writer.drained = True
+
+    def _block_ids(self) -> BlockIds:
+        return tuple(tuple(ids.tolist()) for ids in self._destinations)
+
+    def _publish_success(self) -> None:
+        self.handle.nbytes = self._nbytes
+        self.handle.payload = self._payload[1]
+        self._ctx.counters.count("accept.bytes", self._nbytes)
+        self._end()
+        self._ctx.emit(
+            Received(
+                transfer_id=self.handle.transfer_id,
+                nbytes=self._nbytes,
+                payload=self._payload[1],
+            )
+        )
+        self.handle._finish(TransferState.DONE, drained=True)
+
+    def _publish_failure(self, now: float) -> None:
+        error = self.error
+        assert error is not None
+        drained = self._drained()
+        self._ctx.counters.count(f"accept.failed.{error.kind.value}")
+        self.handle.error = error
+        event = Failed(
+            transfer_id=self.handle.transfer_id,
+            role=Role.CONSUMER,
+            kind=error.kind,
+            error=error,
+            blocks=self._block_ids(),
+            drained=drained,
+        )
+        if drained:
+            self._end()
+        else:
+            self.draining = Draining(
+                self._ctx,
+                self._consumer.quarantine,
+                handle=self.handle,
+                blocks=self._block_ids(),
+                links=[w.link for w in self._writers.values() if not w.drained],
+                is_drained=self._drained,
+                on_fenced=self._fenced,
+                free=lambda _now: self._end(),
+                ended=self._consumer.draining_ended,
+                now=now,
+            )
+            self._consumer.draining_began(self.draining)
+        self._ctx.emit(event)
+        self.handle._finish(TransferState.FAILED, drained=drained)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._consumer.pins.unpin(self._token, self._destinations)
+        for writer in self._writers.values():
+            writer.link.unwatch(self)
+        self._ctx.forget(self)
+        self._consumer.accept_ended(self)
+
+
+def destinations(blocks: Sequence[Blocks]) -> list[Int64Array]:
+    """Block ids per group that are really written: no placeholders."""
+    return [b.ids if b.holes is None else b.ids[~b.holes] for b in blocks]
+
+
+def _blocks_wire(blocks: Blocks) -> wire.BlocksWire:
+    ids = blocks.ids
+    if blocks.holes is not None:
+        ids = ids.copy()
+        ids[blocks.holes] = -1
+    positions = blocks.positions
+    return wire.BlocksWire(
+        wire.pack_ids(ids), None if positions is None else wire.pack_ids(positions)
+    )

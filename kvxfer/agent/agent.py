@@ -1,0 +1,978 @@
+"""``Agent``: the worker half. It owns the transports, the control channel and the transfers.
+
+All methods may be called from any thread.  None but ``open``, ``register_kv_caches``, ``wait``,
+``drain`` and ``close`` waits for anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import threading
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvxfer.agent import orders as o
+from kvxfer.agent.accept import destinations
+from kvxfer.agent.caches import Caches, LayerCache, register_caches
+from kvxfer.agent.config import AgentConfig, Progress
+from kvxfer.agent.context import Context
+from kvxfer.agent.engine import Engine
+from kvxfer.agent.handles import TransferHandle, TransferState
+from kvxfer.agent.health import Health, Snapshot, health_of, snapshot_of
+from kvxfer.agent.hello import LocalHello
+from kvxfer.agent.mapping import rank_of, ranks_to_wire
+from kvxfer.agent.pull import PullSpec
+from kvxfer.agent.pump import Pump, sleep_time
+from kvxfer.agent.push import PushSpec, Readiness
+from kvxfer.core.clock import Clock, SystemClock
+from kvxfer.core.events import Event, Failed, Role
+from kvxfer.core.layout import Align, Blocks, KVLayout
+from kvxfer.core.offer import Endpoint, Offer
+from kvxfer.core.topology import Ranks
+from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
+from kvxfer.errors import (
+    ClosedError,
+    ErrorKind,
+    HandshakeError,
+    InvalidInputError,
+    KvxferError,
+    TransferError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvxfer.core.channel import Channel
+    from kvxfer.core.control_config import ControlConfig
+    from kvxfer.core.transport import Transport
+    from kvxfer.policies.classify import ClassifierRegistry
+    from kvxfer.policies.retry import RetryPolicy
+    from kvxfer.policies.timeouts import Timeouts
+
+__all__ = ["Agent"]
+
+BlocksLike = Blocks | Sequence[Blocks]
+
+
+class Agent:
+    """Moves KV-cache blocks between this rank and its peers.
+
+    Args:
+        backend: the name of an installed backend, a ``Transport``, or several in order of
+            preference; a peer is reached through the first that both sides have.
+        ranks: this rank and the sizes of its instance. May be left out only for a single rank,
+            whose caches hold all heads.
+        config, control, timeouts: see their classes.
+        retry, classifier: strategies; by default the ones of the entry points.
+        clock, rng, channel: what the simulator replaces.
+        on_event: called with every event on the progress thread as it happens; must not wait.
+
+    Raises:
+        PluginError: the backend cannot be loaded.
+        ConfigError: the control channel cannot bind.
+    """
+
+    def __init__(
+        self,
+        backend: str | Transport | Sequence[str | Transport] = "shm",
+        *,
+        ranks: Ranks | None = None,
+        config: AgentConfig | None = None,
+        control: ControlConfig | None = None,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        classifier: ClassifierRegistry | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        channel: Channel | None = None,
+        incarnation: str | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.config = config or AgentConfig()
+        self.clock: Clock = clock or SystemClock()
+        self.incarnation = incarnation or secrets.token_hex(8)
+        self._given_ranks = ranks
+        self._caches = Caches()
+        self._handles: dict[tuple[Role, str], _Open] = {}
+        self._lock = threading.Lock()
+        self._epochs = itertools.count(1)
+        self._listeners: dict[object, Callable[[], None]] = {}
+        self._closed = False
+        self._pump: Pump | None = None
+        self._transports = _transports(backend)
+        try:
+            self._channel = channel or _channel(control)
+        except BaseException:
+            for transport in self._transports:
+                transport.close(0.0)
+            raise
+        self._on_event = on_event
+        self._ctx = Context(
+            incarnation=self.incarnation,
+            config=self.config,
+            timeouts=timeouts or _default_timeouts(),
+            retry=retry or _default_retry(),
+            classifier=classifier or _default_classifier(),
+            rng=rng or random.Random(),  # noqa: S311 - spreads retries, guards nothing
+            channel=self._channel,
+            observer=self._observe,
+        )
+        self._local = LocalHello(
+            name=self.config.name,
+            incarnation=self.incarnation,
+            address=self._channel.address,
+            ranks=ranks or Ranks(tp_size=1, latent=True),
+            fingerprint=self.config.fingerprint,
+            transports=self._transports,
+            caches=self._caches,
+        )
+        self._engine = Engine(self._ctx, self._local, self._transports)
+        if self.config.progress is Progress.THREAD:
+            for transport in self._transports:
+                transport.on_change(self._channel.wake)
+            self._pump = Pump(self._engine, self.clock, self.config.name)
+            self._pump.start()
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.config.name!r} {self.incarnation} at {self.address}>"
+
+    # ---- facts -------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """What peers dial."""
+        return self._channel.address
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._local.ranks
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """How peers name this worker."""
+        return Endpoint(
+            address=self.address, incarnation=self.incarnation, rank=rank_of(self._local.ranks)
+        )
+
+    @property
+    def info(self) -> o.WorkerInfo:
+        """What the scheduler half needs to know of this worker. Pickles."""
+        return o.WorkerInfo(
+            endpoint=self.endpoint,
+            sizes=ranks_to_wire(self._local.ranks),
+            fingerprint=self.config.fingerprint,
+        )
+
+    def health(self) -> Health:
+        """Whether it makes sense to send requests here. Cheap."""
+        return health_of(self._engine, self._pump, self.clock.now(), closed=self._closed)
+
+    def snapshot(self) -> Snapshot:
+        """Sizes of every table, counters, peers, and the quarantine. For people and metrics."""
+        return snapshot_of(self._engine)
+
+    # ---- set-up ------------------------------------------------------------------------------
+
+    def register_kv_caches(
+        self,
+        caches: Mapping[str, Any] | Iterable[LayerCache],
+        layout: KVLayout | Mapping[str, KVLayout] | None = None,
+        *,
+        groups: Mapping[str, int] | None = None,
+    ) -> Caches:
+        """Register this worker's KV caches: one region per storage, layers as offsets in it.
+
+        May block (registration pins memory): call it at start, not from a step.  Calling it again
+        replaces what was registered, which needs that no transfer is under way.
+
+        Args:
+            caches: buffers by layer name, or ``LayerCache`` values that carry their layouts.
+            layout: with a mapping: the layout of every layer, or one per layer name. Left out, it
+                is taken from each tensor (``KVLayout.from_tensor``).
+            groups: KV-cache group by layer name; 0 for those not named.
+
+        Raises:
+            InvalidInputError: see ``register_caches``.
+            TransportError: a transport refused the memory.
+        """
+        self._check_open()
+        layers = _as_layers(caches, layout, groups or {})
+        if self._engine.consumer.pins or len(self._engine.producer.leases):
+            raise InvalidInputError(
+                "transfers still use the caches registered before", next_step="drain() first"
+            )
+        old = self._caches
+        new = register_caches(layers, self._transports)
+        self._caches = new
+
+        def change(now: float) -> None:
+            self._local.caches = new
+            if self._given_ranks is None:
+                self._local.ranks = _single_rank(new)
+            self._engine.consumer.caches_changed(new.blocks_per_group)
+            self._engine.links.caches_changed(now)
+
+        self._call(change)
+        for transport in self._transports:
+            for region in old.regions.get(transport.name, ()):
+                transport.deregister(region)
+        return new
+
+    def connect(self, peers: Iterable[str | Endpoint]) -> None:
+        """Begin to reach peers before they are needed. Never waits; ``PeerUp`` says it worked.
+
+        Raises:
+            InvalidInputError: not an address.
+        """
+        self._check_open()
+        wanted = [Endpoint(address=p, incarnation="") if isinstance(p, str) else p for p in peers]
+        for peer in wanted:
+            _check_address(peer.address)
+
+        def connect(now: float) -> None:
+            for peer in wanted:
+                link = self._engine.links.reach(peer.address, peer.incarnation or None, now)
+                link.want_path(now)
+
+        self._order(connect)
+
+    # ---- producer, READ ----------------------------------------------------------------------
+
+    def hold(
+        self,
+        transfer_id: str,
+        blocks: BlocksLike,
+        *,
+        lease: float | None = None,
+        readers: Sequence[int] | None = None,
+    ) -> Offer:
+        """Hold blocks for readers and make the offer to hand to them.
+
+        For an instance of one rank; with several, ``SchedulerAgent.hold`` makes the offer.
+
+        Args:
+            blocks: the blocks per group, with positions; one ``Blocks`` if there is one group.
+            lease: seconds; ``AgentConfig.lease`` if left out.
+            readers: ranks whose ACKs are needed. Left out, it follows from the readers' sizes.
+
+        Raises:
+            InvalidInputError: the id is held already, or a block id is out of range.
+        """
+        groups = self._groups(blocks)
+        self._check_ids(groups)
+        seconds = self._lease(lease)
+        epoch = next(self._epochs)
+        self._hold(transfer_id, epoch, seconds, readers)
+        return Offer(
+            transfer_id=transfer_id,
+            epoch=epoch,
+            endpoints=(self.endpoint,),
+            sizes=ranks_to_wire(self._local.ranks),
+            lease=seconds,
+            groups=groups,
+            fingerprint=self.config.fingerprint,
+        )
+
+    def _hold(
+        self, transfer_id: str, epoch: int, lease: float, readers: Sequence[int] | None = None
+    ) -> TransferHandle:
+        handle = self._begin(Role.PRODUCER, transfer_id)
+
+        def hold(now: float) -> None:
+            self._engine.producer.hold(handle, epoch=epoch, lease=lease, readers=readers, now=now)
+
+        self._order(hold, handle)
+        return handle
+
+    # ---- consumer, READ ----------------------------------------------------------------------
+
+    def pull(
+        self,
+        offer: Offer,
+        blocks: BlocksLike,
+        *,
+        layers: Iterable[str] | None = None,
+        last: bool = True,
+        align: Align | str | None = None,
+        uncovered_local: int = 0,
+    ) -> TransferHandle:
+        """Read an offer's blocks into ours. Never waits.
+
+        Args:
+            blocks: our blocks per group, with positions. All empty: nothing is read, and the
+                producer is released.
+            layers: names of the layers to move now; all of them if left out.
+            last: False if more submits for this transfer follow; nothing is published before all
+                of them are terminal.
+            align: how to pair lists without positions; see ``Align``.
+            uncovered_local: how many of our last blocks may stay without data.
+
+        Raises:
+            InvalidInputError: a block id is out of range, listed twice, or still belongs to another
+                transfer; the fingerprints differ; the transfer is under way already.
+        """
+        groups = self._groups(blocks)
+        if offer.fingerprint != self.config.fingerprint:
+            raise HandshakeError(
+                f"the offer's fingerprint is {offer.fingerprint!r}, ours is "
+                f"{self.config.fingerprint!r}",
+                next_step="serve the same model, dtype and KV quantisation on both sides",
+            )
+        spec = PullSpec(
+            blocks=groups,
+            layers=None if layers is None else self._layer_names(layers),
+            align=None if align is None else Align(align),
+            uncovered_local=uncovered_local,
+        )
+        entry = self._reopen(Role.CONSUMER, offer.transfer_id)
+        with entry.lock:
+            if entry.complete:
+                raise InvalidInputError(
+                    f"transfer {offer.transfer_id!r} is under way and complete already",
+                    next_step="submit all parts but the last with last=False",
+                )
+            try:
+                entry.pin = self._engine.consumer.pins.pin(
+                    offer.transfer_id, destinations(groups), entry.pin
+                )
+            except InvalidInputError:
+                if not entry.submits:
+                    self._forget(Role.CONSUMER, offer.transfer_id)
+                raise
+            entry.submits += 1
+            entry.complete = last
+            handle, pin = entry.handle, entry.pin
+
+            def pull(now: float) -> None:
+                self._engine.consumer.pull(offer, spec, handle, pin=pin, last=last, now=now)
+
+            self._order(pull, handle, pinned=(pin, groups))
+        return handle
+
+    def decline(self, offer: Offer) -> None:
+        """Say that no rank of this instance will read; the producer frees at once. Never waits."""
+        self._order(lambda now: self._engine.consumer.decline(offer, now))
+
+    def renew(self, offers: Iterable[Offer]) -> None:
+        """Keep holds alive for requests that wait; also spares their pulls the round trip."""
+        wanted = tuple(offers)
+        self._order(lambda now: self._engine.consumer.renew(wanted, now))
+
+    # ---- WRITE -------------------------------------------------------------------------------
+
+    def accept(
+        self,
+        transfer_id: str,
+        blocks: BlocksLike,
+        *,
+        deadline: float | None = None,
+        producers: Iterable[Endpoint] = (),
+    ) -> TransferHandle:
+        """Consumer: let producers write into these blocks. Never waits.
+
+        Args:
+            deadline: seconds from now until it fails; ``Timeouts.transfer`` if left out.
+            producers: told our blocks at once, if known; others are told when they ask.
+
+        Raises:
+            InvalidInputError: as ``pull``.
+        """
+        groups = self._groups(blocks)
+        seconds = self._ctx.timeouts.transfer if deadline is None else _seconds(deadline)
+        known = tuple(producers)
+        handle = self._begin(Role.CONSUMER, transfer_id)
+        try:
+            pin = self._engine.consumer.pins.pin(transfer_id, destinations(groups))
+        except InvalidInputError:
+            self._forget(Role.CONSUMER, transfer_id)
+            raise
+
+        def accept(now: float) -> None:
+            self._engine.consumer.accept(
+                transfer_id,
+                groups,
+                handle,
+                pin=pin,
+                producers=known,
+                duration=seconds,
+                now=now,
+            )
+
+        self._order(accept, handle, pinned=(pin, groups))
+        return handle
+
+    def push(
+        self,
+        transfer_id: str,
+        blocks: BlocksLike,
+        *,
+        to: Endpoint | Sequence[Endpoint] | str,
+        layers: Iterable[str] | None = None,
+        ready: Readiness | None = None,
+        align: Align | str | None = None,
+    ) -> TransferHandle:
+        """Producer: write these blocks into what the consumer accepted. Never waits.
+
+        Args:
+            to: the consumer ranks (or the address of the only one); the same in every submit of a
+                transfer.
+            layers: names of the layers to move now; all of them if left out.
+            ready: nothing is posted before ``ready.query()`` is true.
+
+        Raises:
+            InvalidInputError: a block id is out of range, or the transfer was sealed.
+        """
+        groups = self._groups(blocks)
+        self._check_ids(groups)
+        targets = _endpoints(to)
+        spec = PushSpec(
+            blocks=groups,
+            layers=None if layers is None else self._layer_names(layers),
+            ready=ready,
+            align=None if align is None else Align(align),
+        )
+        entry = self._reopen(Role.PRODUCER, transfer_id)
+        with entry.lock:
+            if entry.complete:
+                raise InvalidInputError(f"transfer {transfer_id!r} was sealed already")
+            entry.submits += 1
+            handle = entry.handle
+            self._order(lambda now: self._engine.producer.push(handle, targets, spec, now), handle)
+        return handle
+
+    def seal(self, transfer_id: str, payload: bytes = b"") -> TransferHandle:
+        """Producer: no more submits; once all have landed, tell the consumer. Never waits.
+
+        Args:
+            payload: up to 64 KiB, such as the first token and its log-probabilities.
+
+        Raises:
+            InvalidInputError: nothing is being pushed under this id, or the payload is too large.
+        """
+        if len(payload) > MAX_PAYLOAD_NBYTES:
+            raise InvalidInputError(
+                f"the payload has {len(payload)} bytes: at most {MAX_PAYLOAD_NBYTES} fit"
+            )
+        with self._lock:
+            entry = self._handles.get((Role.PRODUCER, transfer_id))
+        if entry is None:
+            raise InvalidInputError(f"no transfer {transfer_id!r} is being pushed")
+        with entry.lock:
+            entry.complete = True
+            self._order(lambda now: _ignore(self._engine.producer.seal(transfer_id, payload)))
+        return entry.handle
+
+    # ---- any role ----------------------------------------------------------------------------
+
+    def abort(self, transfer_id: str) -> None:
+        """Give up whatever is under way with this id. Never waits; unknown ids are ignored.
+
+        A pull, accept or push fails with ABORTED.  A hold is not freed under its readers: its
+        lease ends within ``AgentConfig.abort_lease``.
+        """
+
+        def abort(now: float) -> None:
+            self._engine.consumer.abort(transfer_id, now)
+            if not self._engine.producer.abort_push(transfer_id, now):
+                self._engine.producer.abort_hold(transfer_id, now)
+
+        self._order(abort)
+
+    def reclaim(self, transfer_id: str) -> None:
+        """Take a transfer's blocks out of quarantine without proof, on your own responsibility."""
+
+        def reclaim(now: float) -> None:
+            for role in (self._engine.consumer, self._engine.producer):
+                draining = role.drainings.get(transfer_id)
+                if draining is not None and draining.quarantined:
+                    draining.reclaim(now)
+
+        self._order(reclaim)
+
+    def poll(self) -> list[Event]:
+        """Events since the last call, oldest first. Never waits.
+
+        With manual progress this is also what moves everything on.
+        """
+        if self._pump is None and not self._closed:
+            self._engine.round(self.clock.now())
+        events = self._ctx.events
+        return [events.popleft() for _ in range(len(events))]
+
+    def wait(
+        self, handles: TransferHandle | Iterable[TransferHandle], timeout: float | None = None
+    ) -> bool:
+        """Block until all handles are terminal. False on timeout, which changes nothing.
+
+        Events stay for ``poll``.  Must not be called on the progress thread.
+        """
+        wanted = [handles] if isinstance(handles, TransferHandle) else list(handles)
+        end = None if timeout is None else self.clock.now() + timeout
+        for handle in wanted:
+            while not handle.done:
+                now = self.clock.now()
+                left = None if end is None else end - now
+                if left is not None and left <= 0:
+                    return False
+                if self._pump is not None:
+                    handle._wait(left)
+                    continue
+                next_at = self._engine.round(now)
+                pause = sleep_time(self._engine, next_at, now)
+                if not handle.done:
+                    self._channel.wait(pause if left is None else min(pause, left))
+        return True
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Events as they happen, for asyncio. Ends when the agent is closed.
+
+        With manual progress it also moves everything on, looking every ``pump_interval`` while
+        something is under way and less and less often, up to ``idle_interval``, while nothing is.
+        """
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        key = object()
+
+        def notify() -> None:
+            try:
+                loop.call_soon_threadsafe(news.set)
+            except RuntimeError:
+                self._listeners.pop(key, None)  # that loop is closed
+
+        self._listeners[key] = notify
+        pause = self.config.pump_interval
+        try:
+            while True:
+                news.clear()
+                found = self.poll()
+                for event in found:
+                    yield event
+                if self._closed:
+                    return
+                if self._pump is not None:
+                    await news.wait()
+                    continue
+                busy = bool(found) or self._ctx.in_flight or self._busy
+                pause = (
+                    self.config.pump_interval if busy else min(pause * 2, self.config.idle_interval)
+                )
+                await asyncio.sleep(pause)
+        finally:
+            self._listeners.pop(key, None)
+
+    # ---- the scheduler's orders --------------------------------------------------------------
+
+    def execute(self, orders: Iterable[o.Order]) -> None:
+        """Carry out what ``SchedulerAgent.take_orders`` handed down. Never waits.
+
+        An order that cannot be carried out becomes a ``Failed`` event.
+        """
+        for order in orders:
+            try:
+                self._execute(order)
+            except KvxferError as error:
+                self._refuse(order, error)
+
+    def _execute(self, order: o.Order) -> None:
+        match order:
+            case o.HoldOrder():
+                self._hold(order.transfer_id, order.epoch, order.lease)
+            case o.PullOrder():
+                self.pull(
+                    order.offer,
+                    order.blocks,
+                    align=order.align,
+                    uncovered_local=order.uncovered_local,
+                )
+            case o.AcceptOrder():
+                self.accept(
+                    order.transfer_id,
+                    order.blocks,
+                    deadline=order.deadline,
+                    producers=order.producers,
+                )
+            case o.DeclineOrder():
+                self.decline(order.offer)
+            case o.RenewOrder():
+                self.renew(order.offers)
+            case o.AbortOrder():
+                self.abort(order.transfer_id)
+            case _:
+                raise InvalidInputError(f"{order!r} is no order")
+
+    def _refuse(self, order: o.Order, error: KvxferError) -> None:
+        consumer = isinstance(order, (o.PullOrder, o.AcceptOrder))
+        transfer_id = (
+            order.offer.transfer_id
+            if isinstance(order, (o.PullOrder, o.DeclineOrder))
+            else getattr(order, "transfer_id", "")
+        )
+        self._ctx.emit(
+            Failed(
+                transfer_id=transfer_id,
+                role=Role.CONSUMER if consumer else Role.PRODUCER,
+                kind=ErrorKind.INVALID,
+                error=TransferError(str(error), kind=ErrorKind.INVALID),
+                drained=True,
+            )
+        )
+
+    def report(self) -> o.Report:
+        """``poll`` in the form that goes up to ``SchedulerAgent.apply``."""
+        return o.Report(rank=rank_of(self._local.ranks), events=tuple(self.poll()))
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing is under way; new transfers may still be begun. False on timeout."""
+        end = self.clock.now() + timeout
+        while self._busy:
+            left = end - self.clock.now()
+            if left <= 0:
+                return False
+            if self._pump is None:
+                now = self.clock.now()
+                next_at = self._engine.round(now)
+                self._channel.wait(min(left, sleep_time(self._engine, next_at, now)))
+            else:
+                with self._lock:
+                    pending = [e.handle for e in self._handles.values()]
+                if pending:
+                    pending[0]._wait(min(left, self.config.idle_interval))
+                else:
+                    threading.Event().wait(min(left, self.config.pump_interval))
+        return True
+
+    @property
+    def _busy(self) -> bool:
+        engine = self._engine
+        return bool(
+            engine.consumer.pulls
+            or engine.consumer.accepts
+            or engine.producer.pushes
+            or len(engine.producer.leases)
+            or self._handles
+        )
+
+    def close(self, deadline: float = 5.0) -> None:
+        """Say good-bye and free everything within ``deadline`` seconds. Idempotent.
+
+        What is under way fails as far as this side is concerned; ``drain`` first to avoid that.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        end = self.clock.now() + deadline
+        stopped = self._pump.stop(deadline) if self._pump is not None else True
+        if stopped:
+            self._engine.farewell(self.clock.now())
+        for transport in self._transports:
+            transport.on_change(None)
+            transport.close(max(0.0, end - self.clock.now()))
+        self._fail_open_handles()
+        if stopped:
+            self._channel.close()
+        for notify in tuple(self._listeners.values()):
+            notify()
+
+    def _fail_open_handles(self) -> None:
+        with self._lock:
+            entries = list(self._handles.values())
+            self._handles.clear()
+        for entry in entries:
+            entry.handle.error = TransferError("the agent was closed", kind=ErrorKind.ABORTED)
+            entry.handle._finish(TransferState.FAILED, drained=False)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _observe(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+        for notify in tuple(self._listeners.values()):
+            notify()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the agent is closed")
+
+    def _order(
+        self,
+        order: Callable[[float], None],
+        handle: TransferHandle | None = None,
+        *,
+        pinned: tuple[int, Sequence[Blocks]] | None = None,
+    ) -> None:
+        """Have the progress thread do it; what it refuses becomes a ``Failed`` event."""
+        self._check_open()
+
+        def guarded(now: float) -> None:
+            try:
+                order(now)
+            except KvxferError as error:
+                self._ctx.counters.count("orders.refused")
+                if handle is not None:
+                    self._order_refused(handle, error, pinned)
+
+        self._engine.order(guarded)
+        if self._pump is not None:
+            self._channel.wake()
+
+    def _order_refused(
+        self,
+        handle: TransferHandle,
+        error: KvxferError,
+        pinned: tuple[int, Sequence[Blocks]] | None,
+    ) -> None:
+        blocks: tuple[tuple[int, ...], ...] = ()
+        if pinned is not None:
+            pin, groups = pinned
+            ids = destinations(groups)
+            self._engine.consumer.pins.unpin(pin, ids)
+            blocks = tuple(tuple(g.tolist()) for g in ids)
+        kind = getattr(error, "kind", ErrorKind.INVALID)
+        handle.error = TransferError(str(error), kind=kind)
+        if handle._finish(TransferState.FAILED, drained=True):
+            self._ctx.emit(
+                Failed(
+                    transfer_id=handle.transfer_id,
+                    role=handle.role,
+                    kind=kind,
+                    error=handle.error,
+                    blocks=blocks,
+                    drained=True,
+                )
+            )
+
+    def _call(self, order: Callable[[float], None]) -> None:
+        """Like ``_order``, but done when it returns. For set-up only."""
+        if self._pump is None or self._pump.is_current_thread():
+            order(self.clock.now())
+            return
+        done = threading.Event()
+        failure: list[BaseException] = []
+
+        def run(now: float) -> None:
+            try:
+                order(now)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                failure.append(error)
+            finally:
+                done.set()
+
+        self._engine.order(run)
+        self._channel.wake()
+        while not done.wait(0.5):
+            if not self._pump.alive:
+                raise ClosedError("the progress thread has ended")
+        if failure:
+            raise failure[0]
+
+    def _begin(self, role: Role, transfer_id: str) -> TransferHandle:
+        """A handle for a transfer that must not be under way."""
+        entry = _Open(TransferHandle(transfer_id, role, self.abort))
+        entry.complete = True
+        self._enter(role, transfer_id, entry)
+        return entry.handle
+
+    def _enter(self, role: Role, transfer_id: str, entry: _Open) -> None:
+        if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 512:
+            raise InvalidInputError(
+                f"transfer_id must be a text of 1 to 512 characters, not {transfer_id!r}"
+            )
+        self._check_open()
+        with self._lock:
+            known = self._handles.get((role, transfer_id))
+            if known is not None:
+                raise InvalidInputError(
+                    f"transfer {transfer_id!r} is under way already as {role.value}",
+                    next_step="wait for its event, or use another id",
+                )
+            self._handles[(role, transfer_id)] = entry
+        entry.handle.add_done_callback(lambda: self._forget(role, transfer_id, entry))
+
+    def _reopen(self, role: Role, transfer_id: str) -> _Open:
+        """The entry of a transfer that may take several submits, new or open."""
+        with self._lock:
+            known = self._handles.get((role, transfer_id))
+        if known is not None:
+            return known
+        entry = _Open(TransferHandle(transfer_id, role, self.abort))
+        self._enter(role, transfer_id, entry)
+        return entry
+
+    def _forget(self, role: Role, transfer_id: str, entry: _Open | None = None) -> None:
+        with self._lock:
+            known = self._handles.get((role, transfer_id))
+            if known is not None and (entry is None or known is entry):
+                del self._handles[(role, transfer_id)]
+
+    def _groups(self, blocks: BlocksLike) -> tuple[Blocks, ...]:
+        groups = (blocks,) if isinstance(blocks, Blocks) else tuple(blocks)
+        for group in groups:
+            if not isinstance(group, Blocks):
+                raise InvalidInputError(
+                    f"blocks must be Blocks values, one per group, not {type(group).__name__}",
+                    next_step="use Blocks.at(start, ids)",
+                )
+        if not self._caches.layers:
+            raise InvalidInputError(
+                "no KV caches are registered", next_step="call register_kv_caches first"
+            )
+        if len(groups) != self._caches.groups:
+            raise InvalidInputError(
+                f"{len(groups)} lists of blocks for {self._caches.groups} groups"
+            )
+        return groups
+
+    def _check_ids(self, groups: Sequence[Blocks]) -> None:
+        for group, (blocks, count) in enumerate(
+            zip(groups, self._caches.blocks_per_group, strict=True)
+        ):
+            if blocks.top >= count:
+                real = blocks.ids if blocks.holes is None else blocks.ids[~blocks.holes]
+                bad = next(int(i) for i in real if not 0 <= int(i) < count)
+                raise InvalidInputError(
+                    f"block id {bad} of group {group} is outside 0..{count - 1}"
+                )
+
+    def _layer_names(self, layers: Iterable[str]) -> frozenset[str]:
+        names = frozenset([layers] if isinstance(layers, str) else layers)
+        unknown = names - {layer.name for layer in self._caches.layers}
+        if unknown or not names:
+            raise InvalidInputError(
+                f"layers {sorted(unknown)} are not registered" if unknown else "no layers named"
+            )
+        return names
+
+    def _lease(self, lease: float | None) -> float:
+        return self.config.lease if lease is None else _seconds(lease)
+
+
+@attrs.define(eq=False)
+class _Open:
+    """A transfer that is under way, as its callers see it."""
+
+    handle: TransferHandle
+    complete: bool = False
+    submits: int = 0
+    pin: int = 0
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+def _transports(backend: str | Transport | Sequence[str | Transport]) -> list[Transport]:
+    from kvxfer.core.plugins import create_transport
+    from kvxfer.core.transport import Transport
+
+    wanted = [backend] if isinstance(backend, (str, Transport)) else list(backend)
+    if not wanted:
+        raise InvalidInputError("no backend is named")
+    made: list[Transport] = []
+    try:
+        for item in wanted:
+            made.append(create_transport(item) if isinstance(item, str) else item)
+    except BaseException:
+        for transport in made:
+            transport.close(0.0)
+        raise
+    names = [t.name for t in made]
+    if len(set(names)) != len(names):
+        raise InvalidInputError(f"two transports have one name: {names}")
+    return made
+
+
+def _channel(control: ControlConfig | None) -> Channel:
+    from kvxfer.core.control import ZmqChannel
+
+    return ZmqChannel(control)
+
+
+def _default_timeouts() -> Timeouts:
+    from kvxfer.policies.timeouts import Timeouts
+
+    return Timeouts()
+
+
+def _default_retry() -> RetryPolicy:
+    from kvxfer.policies.retry import default_policy
+
+    return default_policy()
+
+
+def _default_classifier() -> ClassifierRegistry:
+    from kvxfer.policies.classify import ClassifierRegistry
+
+    return ClassifierRegistry.from_plugins()
+
+
+def _check_address(address: str) -> None:
+    from kvxfer.core.address import Address
+
+    Address.parse(address.removeprefix("tcp://"))
+
+
+def _seconds(value: float) -> float:
+    import math
+
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (math.isfinite(value) and value > 0)
+    ):
+        raise InvalidInputError(f"{value!r} is no positive, finite number of seconds")
+    return float(value)
+
+
+def _endpoints(to: Endpoint | Sequence[Endpoint] | str) -> tuple[Endpoint, ...]:
+    if isinstance(to, str):
+        _check_address(to)
+        return (Endpoint(address=to, incarnation=""),)
+    targets = (to,) if isinstance(to, Endpoint) else tuple(to)
+    if not targets:
+        raise InvalidInputError("push names no consumer", next_step="pass its endpoint as to=")
+    return targets
+
+
+def _as_layers(
+    caches: Mapping[str, Any] | Iterable[LayerCache],
+    layout: KVLayout | Mapping[str, KVLayout] | None,
+    groups: Mapping[str, int],
+) -> list[LayerCache]:
+    if not isinstance(caches, Mapping):
+        return list(caches)
+    layers = []
+    for name, buffer in caches.items():
+        if layout is None:
+            mine: Any = KVLayout.from_tensor(buffer)
+        elif isinstance(layout, Mapping):
+            if name not in layout:
+                raise InvalidInputError(f"layer {name!r} has no layout")
+            mine = layout[name]
+        else:
+            mine = layout
+        layers.append(LayerCache(name=name, buffer=buffer, layout=mine, group=groups.get(name, 0)))
+    return layers
+
+
+def _single_rank(caches: Caches) -> Ranks:
+    """The ranks of an instance of one: it holds all heads of every layer."""
+    heads = [layer.layout.heads for layer in caches.layers if isinstance(layer.layout, KVLayout)]
+    if not heads or max(heads) == 1:
+        return Ranks(tp_size=1, latent=True, total_kv_heads=None)
+    return Ranks(tp_size=1, total_kv_heads=max(heads))

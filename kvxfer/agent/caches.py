@@ -1,0 +1,128 @@
+"""The KV caches of one worker: one region per storage, layers as offsets in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvxfer.core.layout import KVLayout, LayerRef, StateLayout
+from kvxfer.core.memory import Region, Span, storage_span
+from kvxfer.core.transport import Transport
+from kvxfer.core.wire import DescriptorWire, LayerWire, TransportWire
+from kvxfer.errors import InvalidInputError, KvxferError
+
+__all__ = ["Caches", "LayerCache", "register_caches"]
+
+
+@attrs.frozen(kw_only=True)
+class LayerCache:
+    """One layer to register.
+
+    Attributes:
+        name: equal on both sides; layers are matched by it, never by order.
+        buffer: what holds the layer: a tensor, an array, a buffer or a ``Span``.
+        layout: its layout, with the offset counted from the start of the storage behind ``buffer``,
+            as ``KVLayout.from_tensor`` gives it. For a plain buffer or ``Span`` the storage is the
+            buffer itself.
+        group: index of its block-id list.
+    """
+
+    name: str
+    buffer: Any
+    layout: KVLayout | StateLayout
+    group: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Caches:
+    """What was registered: spans (one per storage), layers, and regions per transport name."""
+
+    spans: tuple[Span, ...] = ()
+    layers: tuple[LayerRef, ...] = ()
+    regions: Mapping[str, tuple[Region, ...]] = attrs.field(factory=dict)
+
+    @property
+    def groups(self) -> int:
+        return 1 + max((layer.group for layer in self.layers), default=-1)
+
+    @property
+    def blocks_per_group(self) -> list[int]:
+        """The smallest layer of a group limits its block ids."""
+        sizes: list[int] = []
+        for group in range(self.groups):
+            counts = [x.layout.num_blocks for x in self.layers if x.group == group]
+            if not counts:
+                raise InvalidInputError(
+                    f"group {group} has no layer", next_step="number groups from 0 without gaps"
+                )
+            sizes.append(min(counts))
+        return sizes
+
+    def layers_wire(self) -> list[LayerWire]:
+        return [LayerWire(x.name, x.group, x.region, x.layout.to_wire()) for x in self.layers]
+
+    def transport_wire(self, transport: Transport) -> TransportWire:
+        info = transport.local_info()
+        regions = [
+            DescriptorWire(d.region_id, d.nbytes, d.kind.value, d.device, d.data)
+            for d in (r.descriptor for r in self.regions.get(transport.name, ()))
+        ]
+        return TransportWire(info.transport, info.incarnation, info.data, regions)
+
+
+def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport]) -> Caches:
+    """Register every storage once with every transport. May block. All or nothing.
+
+    Raises:
+        InvalidInputError: no layers, two layers of one name, a layout that leaves its buffer, or
+            memory that a transport cannot use.
+        TransportError: a transport refused.
+    """
+    if not layers:
+        raise InvalidInputError("no layers to register")
+    names = [layer.name for layer in layers]
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise InvalidInputError(f"two layers are named {twice!r}")
+    spans: list[Span] = []
+    refs: list[LayerRef] = []
+    for layer in layers:
+        storage = storage_span(layer.buffer)
+        end = layer.layout.end_offset
+        if end > storage.nbytes:
+            raise InvalidInputError(
+                f"the layout of layer {layer.name!r} reaches byte {end}, but its storage has "
+                f"{storage.nbytes} bytes: {layer.layout.describe()}",
+                next_step="take the layout from the tensor itself (KVLayout.from_tensor)",
+            )
+        index, outer = _region_for(storage, spans)
+        layout = layer.layout.at_offset(storage.address - outer.address + layer.layout.offset)
+        refs.append(LayerRef(name=layer.name, group=layer.group, region=index, layout=layout))
+    caches = Caches(spans=tuple(spans), layers=tuple(refs))
+    _ = caches.blocks_per_group  # refuses gaps in the group numbers
+    regions: dict[str, tuple[Region, ...]] = {}
+    done: list[tuple[Transport, Region]] = []
+    try:
+        for transport in transports:
+            mine = []
+            for span in spans:
+                region = transport.register(span)
+                done.append((transport, region))
+                mine.append(region)
+            regions[transport.name] = tuple(mine)
+    except KvxferError:
+        for transport, region in reversed(done):
+            transport.deregister(region)
+        raise
+    return attrs.evolve(caches, regions=regions)
+
+
+def _region_for(storage: Span, spans: list[Span]) -> tuple[int, Span]:
+    """Index and span of the region that holds ``storage``, which is added if it is new."""
+    for index, span in enumerate(spans):
+        if span.covers(storage):
+            return index, span
+    spans.append(storage)
+    return len(spans) - 1, storage

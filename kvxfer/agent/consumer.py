@@ -1,0 +1,302 @@
+"""The consumer role of an agent: pulls (READ) and accepts (WRITE) of this rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from kvxfer.agent.accept import Accepting
+from kvxfer.agent.early import Early
+from kvxfer.agent.mapping import (
+    rank_of,
+    ranks_from_wire,
+    ranks_to_wire,
+    read_sources,
+    writer_ranks,
+)
+from kvxfer.agent.pull import Pull, PullSpec
+from kvxfer.agent.renewal import Renewal
+from kvxfer.core import wire
+from kvxfer.core.inflight import PinTable, Quarantine
+from kvxfer.core.layout import PlanCache
+from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvxfer.agent.context import Context
+    from kvxfer.agent.draining import Draining
+    from kvxfer.agent.handles import TransferHandle
+    from kvxfer.agent.links import Link
+    from kvxfer.agent.linktable import LinkTable
+    from kvxfer.core.layout import Blocks
+    from kvxfer.core.offer import Endpoint, Offer
+    from kvxfer.core.topology import Ranks
+
+__all__ = ["Consumer"]
+
+
+class Consumer:
+    """Progress thread only."""
+
+    def __init__(self, ctx: Context, links: LinkTable) -> None:
+        self._ctx = ctx
+        self.links = links
+        self.blocks_per_group: list[int] = []
+        self.pins = PinTable([])
+        self.plans = PlanCache()
+        self.quarantine = Quarantine(ctx.config.limits.quarantined)
+        self.pulls: dict[str, Pull] = {}
+        self.accepts: dict[str, Accepting] = {}
+        self.drainings: dict[str, Draining] = {}
+        self._seqs: dict[int, Pull | Renewal] = {}
+        self._next_seq = itertools.count(1)
+        self._epochs = itertools.count(1)
+        self._early_asks: Early[Link] = Early(
+            capacity=ctx.config.limits.early, ttl=ctx.config.limits.early_ttl
+        )
+        self.grants: dict[wire.Ref, float] = {}
+        """Grants obtained by ``renew`` ahead of a pull: until when they last."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ours."""
+        return self.links.local.ranks
+
+    def caches_changed(self, blocks_per_group: list[int]) -> None:
+        """Other caches were registered; nothing may be pinned then.
+
+        Raises:
+            InvalidInputError: transfers still use the old ones.
+        """
+        if len(self.pins):
+            raise InvalidInputError(
+                f"{len(self.pins)} transfers still use the caches registered before",
+                next_step="drain the agent first",
+            )
+        self.blocks_per_group = blocks_per_group
+        self.pins = PinTable(blocks_per_group)
+
+    # ---- orders ------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        offer: Offer,
+        spec: PullSpec,
+        handle: TransferHandle,
+        *,
+        pin: int,
+        last: bool,
+        now: float,
+    ) -> None:
+        """Begin a pull, or add a submit to one. Its destination blocks are pinned under ``pin``.
+
+        Raises:
+            InvalidInputError, CapacityError: nothing was begun.
+        """
+        known = self.pulls.get(offer.transfer_id)
+        if known is not None:
+            if known.complete_specs or known.offer.epoch != offer.epoch:
+                raise InvalidInputError(
+                    f"transfer {offer.transfer_id!r} is being pulled already",
+                    next_step="wait for its event, or submit all but the last part with last=False",
+                )
+            known.add(spec, last=last)
+            return
+        self._check_room(offer.transfer_id)
+        pull = Pull(
+            self._ctx, self, offer, handle, read_sources(self.ranks, offer), pin=pin, now=now
+        )
+        pull.add(spec, last=last)
+        self.pulls[offer.transfer_id] = pull
+        self._ctx.counters.count("pulls.begun")
+
+    def accept(
+        self,
+        transfer_id: str,
+        blocks: tuple[Blocks, ...],
+        handle: TransferHandle,
+        *,
+        pin: int,
+        producers: Sequence[Endpoint],
+        duration: float,
+        now: float,
+    ) -> None:
+        """Offer destination blocks to producers, now and when they ask.
+
+        Raises:
+            InvalidInputError, CapacityError: nothing was begun.
+        """
+        self._check_room(transfer_id)
+        accepting = Accepting(
+            self._ctx,
+            self,
+            handle=handle,
+            epoch=next(self._epochs),
+            blocks=blocks,
+            pin=pin,
+            writers=None,
+            duration=duration,
+            now=now,
+        )
+        self.accepts[transfer_id] = accepting
+        self._ctx.counters.count("accepts.begun")
+        for link in self._early_asks.take(transfer_id, now):
+            if link.usable:
+                accepting.grant(link, now)
+        for producer in producers:
+            link = self.links.reach(producer.address, producer.incarnation, now)
+            link.when_changed(_GrantWhenUp(accepting, link))
+
+    def decline(self, offer: Offer, now: float) -> None:
+        """Tell every producer rank that nobody of this instance will read."""
+        if offer.transfer_id in self.pulls:
+            self.abort(offer.transfer_id, now)
+            return
+        until = now + max(offer.lease, self._ctx.timeouts.ack)
+        for endpoint in offer.endpoints:
+            self.links.mailboxes.dial(endpoint.address).mail(
+                wire.Decline(offer.ref(endpoint), ranks_to_wire(self.ranks)), now=now, until=until
+            )
+        self._ctx.counters.count("declines.sent")
+
+    def renew(self, offers: Sequence[Offer], now: float) -> None:
+        """Keep holds alive for requests that wait; remembers the grants for their pulls."""
+        for offer in offers:
+            if offer.transfer_id in self.pulls:
+                continue  # it renews itself
+            for endpoint, read in read_sources(self.ranks, offer):
+                if read:
+                    Renewal(self._ctx, self, endpoint, offer.ref(endpoint), now)
+        for ref, until in tuple(self.grants.items()):
+            if until <= now:
+                del self.grants[ref]
+
+    def abort(self, transfer_id: str, now: float) -> bool:
+        """Give up a pull or an accept. False if there is none that has not ended."""
+        error = TransferError("aborted by the user", kind=ErrorKind.ABORTED)
+        pull = self.pulls.get(transfer_id)
+        if pull is not None:
+            pull.fail(error, now)
+            return True
+        accepting = self.accepts.get(transfer_id)
+        if accepting is not None:
+            accepting.fail(error, now)
+            return True
+        return False
+
+    def reclaim(self, transfer_id: str, now: float) -> bool:
+        """Take quarantined blocks back without proof. False if it is not in quarantine."""
+        draining = self.drainings.get(transfer_id)
+        if draining is None or not draining.quarantined:
+            return False
+        draining.reclaim(now)
+        return True
+
+    def _check_room(self, transfer_id: str) -> None:
+        if transfer_id in self.pulls or transfer_id in self.accepts:
+            raise InvalidInputError(f"transfer {transfer_id!r} is under way already")
+        if len(self.pulls) + len(self.accepts) >= self._ctx.config.limits.transfers:
+            raise CapacityError(f"{self._ctx.config.limits.transfers} transfers are under way")
+        if self.quarantine.full:
+            raise CapacityError(
+                f"{len(self.quarantine)} transfers are in quarantine: the limit",
+                next_step="fence or restart the peers named by snapshot(), or reclaim",
+            )
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def next_seq(self, asker: Pull | Renewal) -> int:
+        seq = next(self._next_seq)
+        self._seqs[seq] = asker
+        return seq
+
+    def forget_seq(self, seq: int) -> None:
+        self._seqs.pop(seq, None)
+
+    def on_grant(self, message: wire.Grant, now: float) -> None:
+        asker = self._seqs.pop(message.seq, None)
+        if asker is None:
+            self._ctx.counters.count("grants.late")
+            return
+        for granted in message.granted:
+            asker.on_grant(message.seq, granted.remaining, now)
+        for refused in message.refused:
+            asker.on_refused(_kind(refused.kind), refused.message, now)
+
+    def on_gone(self, message: wire.Gone, now: float) -> None:
+        pull = self.pulls.get(message.ref.transfer)
+        if pull is not None and pull.offer.epoch == message.ref.epoch:
+            pull.on_gone(_kind(message.kind), message.message, now)
+        else:
+            self._ctx.counters.count("gone.stale")
+
+    def on_ask(self, link: Link, message: wire.Ask, now: float) -> None:
+        accepting = self.accepts.get(message.transfer)
+        if accepting is None:
+            self._early_asks.add(message.transfer, link, now)
+        else:
+            accepting.grant(link, now)
+
+    def on_seal(self, link: Link, message: wire.Seal, now: float) -> None:
+        accepting = self._accepting(message.ref)
+        if accepting is not None:
+            theirs = ranks_from_wire(message.ranks)
+            accepting.on_seal(
+                link.incarnation, message, rank_of(theirs), writer_ranks(self.ranks, theirs), now
+            )
+
+    def on_push_failed(self, sender: str, message: wire.PushFailed, now: float) -> None:
+        accepting = self._accepting(message.ref)
+        if accepting is not None:
+            accepting.on_push_failed(sender, message, _kind(message.kind), now)
+
+    def _accepting(self, ref: wire.Ref) -> Accepting | None:
+        accepting = self.accepts.get(ref.transfer)
+        if accepting is None or accepting.ref != ref:
+            self._ctx.counters.count("writes.stale")
+            return None
+        return accepting
+
+    # ---- from transfers ----------------------------------------------------------------------
+
+    def granted_ahead(self, ref: wire.Ref) -> float:
+        """Until when ``renew`` has obtained a grant; minus infinity if it has not."""
+        return self.grants.pop(ref, -math.inf)
+
+    def pull_ended(self, pull: Pull) -> None:
+        if self.pulls.get(pull.offer.transfer_id) is pull:
+            del self.pulls[pull.offer.transfer_id]
+
+    def accept_ended(self, accepting: Accepting) -> None:
+        if self.accepts.get(accepting.handle.transfer_id) is accepting:
+            del self.accepts[accepting.handle.transfer_id]
+
+    def draining_began(self, draining: Draining) -> None:
+        self.drainings[draining.transfer_id] = draining
+
+    def draining_ended(self, draining: Draining) -> None:
+        if self.drainings.get(draining.transfer_id) is draining:
+            del self.drainings[draining.transfer_id]
+
+
+class _GrantWhenUp:
+    """Waits for the link to a producer that the consumer was told about."""
+
+    def __init__(self, accepting: Accepting, link: Link) -> None:
+        self._accepting = accepting
+        self._link = link
+
+    def step(self, now: float) -> None:
+        if self._link.up:
+            self._accepting.grant(self._link, now)
+        if self._link.up or not self._link.usable or self._accepting.ended:
+            self._link.unwatch(self)
+
+
+def _kind(text: str) -> ErrorKind:
+    try:
+        return ErrorKind(text)
+    except ValueError:
+        return ErrorKind.UNKNOWN  # a newer peer's word

@@ -1,0 +1,153 @@
+"""What the parts of an agent share: configuration, strategies, counters, events, wake-ups."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import TYPE_CHECKING, Protocol
+
+from kvxfer.core import wire
+from kvxfer.core.timers import Timers
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from kvxfer.agent.config import AgentConfig
+    from kvxfer.core.channel import Channel, Route
+    from kvxfer.core.events import Event
+    from kvxfer.core.reliable import Outbox
+    from kvxfer.policies.classify import ClassifierRegistry
+    from kvxfer.policies.retry import RetryPolicy
+    from kvxfer.policies.timeouts import Timeouts
+
+__all__ = ["Context", "Counters", "Steppable"]
+
+
+class Steppable(Protocol):
+    """Something that moves on when it is told to. Hashable by identity."""
+
+    def step(self, now: float) -> None: ...
+
+    def __hash__(self) -> int: ...
+
+
+class Counters(collections.Counter[str]):
+    """Counts by name; names are stable and never contain a transfer id."""
+
+    def count(self, name: str, n: int = 1) -> None:
+        self[name] += n
+
+
+class Context:
+    """One per agent, used on its progress thread only.
+
+    ``soon`` and ``at`` are the only ways to be called again: nothing is polled for its own sake,
+    so that what is idle costs nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        config: AgentConfig,
+        timeouts: Timeouts,
+        retry: RetryPolicy,
+        classifier: ClassifierRegistry,
+        rng: random.Random,
+        channel: Channel,
+        observer: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self.config = config
+        self.timeouts = timeouts
+        self.retry = retry
+        self.classifier = classifier
+        self.rng = rng
+        self.channel = channel
+        self.counters = Counters()
+        self.events: collections.deque[Event] = collections.deque()
+        self.in_flight = 0
+        """Pieces posted and not drained, all peers: while there are any, engines are polled."""
+        self._observer = observer
+        self._mids = itertools.count(1)
+        self._soon: dict[Steppable, None] = {}
+        self._nudged: collections.deque[Steppable] = collections.deque()
+        self._timers: Timers[Steppable] = Timers()
+
+    # ---- wake-ups ----------------------------------------------------------------------------
+
+    def soon(self, target: Steppable) -> None:
+        """Step ``target`` before this round ends."""
+        self._soon[target] = None
+
+    def at(self, target: Steppable, at: float) -> None:
+        """Step ``target`` at ``at`` at the latest; an earlier wake-up that is set stays."""
+        due = self._timers.due_at(target)
+        if due is None or at < due:
+            self._timers.set(target, at)
+
+    def nudge(self, target: Steppable) -> None:
+        """Like ``soon``, from any thread; ends the channel's ``wait``."""
+        self._nudged.append(target)
+        self.channel.wake()
+
+    def forget(self, target: Steppable) -> None:
+        """No more wake-ups for ``target``."""
+        self._soon.pop(target, None)
+        self._timers.cancel(target)
+
+    def run_due(self, now: float) -> int:
+        """Step everything that is due, until nothing is; returns how many steps were made."""
+        steps = 0
+        for target in self._timers.pop_due(now):
+            self._soon[target] = None
+        while self._nudged:
+            self._soon[self._nudged.popleft()] = None
+        while self._soon:
+            batch, self._soon = self._soon, {}
+            for target in batch:
+                target.step(now)
+                steps += 1
+        return steps
+
+    def next_at(self) -> float | None:
+        return self._timers.next_at()
+
+    @property
+    def scheduled(self) -> int:
+        """Wake-ups that are set: zero when nothing is under way."""
+        return len(self._timers)
+
+    # ---- output ------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        self.counters.count(f"events.{type(event).__name__.lower()}")
+        if self._observer is not None:
+            self._observer(event)
+
+    def send(self, route: Route, body: wire.Message) -> None:
+        """Send once; may be lost."""
+        self._transmit(route, wire.encode(self.incarnation, body))
+
+    def mail(
+        self, outbox: Outbox, route: Route, body: wire.Message, *, now: float, until: float
+    ) -> int:
+        """Send now and again until confirmed or ``until``; returns the message id."""
+        mid = next(self._mids)
+        frame = wire.encode(self.incarnation, body, mid)
+        outbox.put(mid, frame, now=now, until=until)
+        self._transmit(route, frame)
+        return mid
+
+    def _transmit(self, route: Route, frame: bytes) -> None:
+        if self.channel.send(route, frame):
+            self.counters.count("messages.sent")
+        else:
+            self.counters.count("messages.not_sent")
+
+    def transmit(self, route: Route, frames: list[bytes]) -> None:
+        """Send frames that exist already (re-sends)."""
+        for frame in frames:
+            self._transmit(route, frame)

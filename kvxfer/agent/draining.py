@@ -1,0 +1,138 @@
+"""What happens to destination blocks after a failure: drained by proof, fenced, or quarantined."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxfer.core.events import BlockIds, Drained, Quarantined, Role
+from kvxfer.core.inflight import QuarantineEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.agent.context import Context
+    from kvxfer.agent.handles import TransferHandle
+    from kvxfer.agent.links import Link
+    from kvxfer.core.inflight import Quarantine
+    from kvxfer.core.pollable import Pollable
+    from kvxfer.core.transport import Fence
+
+__all__ = ["Draining"]
+
+
+class Draining:
+    """One failed transfer whose blocks something may still touch.
+
+    Until ``Timeouts.drain`` has passed it waits for proof.  Then it asks for a fence of the peers
+    concerned.  What neither proves goes into quarantine, and leaves it when the proof arrives
+    after all, or by ``reclaim``.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        quarantine: Quarantine,
+        *,
+        handle: TransferHandle,
+        blocks: BlockIds,
+        links: Sequence[Link],
+        is_drained: Callable[[], bool],
+        on_fenced: Callable[[], None],
+        free: Callable[[float], None],
+        ended: Callable[[Draining], None],
+        now: float,
+    ) -> None:
+        self._ctx = ctx
+        self._quarantine = quarantine
+        self.handle = handle
+        self._blocks = blocks
+        self._links = links
+        self._is_drained = is_drained
+        self._on_fenced = on_fenced
+        self._free = free
+        self._ended = ended
+        self._deadline = now + ctx.timeouts.drain
+        self._fence_deadline = self._deadline + ctx.timeouts.drain
+        self._fences: list[Pollable[Fence]] | None = None
+        self._reasons: list[str] = []
+        self.quarantined = False
+        ctx.at(self, self._deadline)
+
+    @property
+    def transfer_id(self) -> str:
+        return self.handle.transfer_id
+
+    @property
+    def role(self) -> Role:
+        return self.handle.role
+
+    def step(self, now: float) -> None:
+        """Called when an attempt or message of this transfer changed something, or when due."""
+        if self._is_drained():
+            self._finish("fence" if self._fences is not None else "proof", now)
+            return
+        if self.quarantined or now < self._deadline:
+            if not self.quarantined:
+                self._ctx.at(self, self._deadline)
+            return
+        if self._fences is None:
+            self._begin_fences()
+        assert self._fences is not None
+        pending = []
+        for fence in self._fences:
+            answer, error = fence.poll()
+            if answer is None and error is None:
+                pending.append(fence)
+            elif error is not None or (answer is not None and not answer.done):
+                self._reasons.append(str(error) if answer is None else answer.reason)
+        self._fences = pending
+        if not pending and not self._reasons:
+            self._on_fenced()
+            if self._is_drained():
+                self._finish("fence", now)
+                return
+            # A post that has not returned from the engine may still post: no fence covers it.
+        if not self._reasons and now < self._fence_deadline:
+            self._ctx.at(self, now + self._ctx.config.pump_interval)
+        else:
+            self._enter_quarantine(now)
+
+    def _begin_fences(self) -> None:
+        self._fences = []
+        for link in self._links:
+            if link.transport is None or link.peer is None:
+                continue  # never connected: nothing was ever posted through it
+            self._fences.append(link.transport.fence(link.peer))
+            self._ctx.counters.count("fences.begun")
+
+    def _enter_quarantine(self, now: float) -> None:
+        reason = "; ".join(self._reasons) or "no proof and no fence by the drain deadline"
+        self.quarantined = True
+        self._quarantine.add(
+            id(self),
+            QuarantineEntry(
+                transfer_id=self.transfer_id, blocks=self._blocks, since=now, reason=reason
+            ),
+        )
+        self._ctx.emit(
+            Quarantined(
+                transfer_id=self.transfer_id, role=self.role, blocks=self._blocks, reason=reason
+            )
+        )
+
+    def reclaim(self, now: float) -> None:
+        """The user takes the blocks back on their own responsibility."""
+        self._ctx.counters.count("quarantine.reclaimed")
+        self._finish("reclaim", now)
+
+    def _finish(self, by: str, now: float) -> None:
+        self._quarantine.remove(id(self))
+        self._free(now)
+        self.handle.drained = True
+        self._ctx.forget(self)
+        self._ended(self)
+        self._ctx.emit(
+            Drained(
+                transfer_id=self.transfer_id, role=self.role, blocks=self._blocks, drained_by=by
+            )
+        )

@@ -1,0 +1,175 @@
+"""The agent's core: one round of everything, without a thread or socket of its own.
+
+``round`` is the whole agent in reading order: orders in, messages in, engine news in, what is due,
+and the time at which it wants to run again.  The thread pump and ``poll`` call it; so does the
+simulator, with another clock, channel and transport.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from kvxfer.agent.consumer import Consumer
+from kvxfer.agent.linktable import LinkTable
+from kvxfer.agent.part import Call
+from kvxfer.agent.producer import Producer
+from kvxfer.core import wire
+from kvxfer.core.reliable import Inbox
+from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.agent.context import Context
+    from kvxfer.agent.hello import LocalHello
+    from kvxfer.core.channel import Inbound
+    from kvxfer.core.transport import Transport
+
+__all__ = ["Engine"]
+
+_BUDGET = 1024
+"""Messages and attempts taken per round and source, so that none starves the others."""
+
+
+class Engine:
+    """Progress thread only, but for ``order``."""
+
+    def __init__(self, ctx: Context, local: LocalHello, transports: Sequence[Transport]) -> None:
+        self.ctx = ctx
+        self.local = local
+        self.transports = tuple(transports)
+        self.links = LinkTable(ctx, local)
+        self.consumer = Consumer(ctx, self.links)
+        self.producer = Producer(ctx, self.links, self.consumer.quarantine)
+        self._inbox = Inbox()
+        self._orders: collections.deque[Callable[[float], None]] = collections.deque()
+
+    def order(self, order: Callable[[float], None]) -> None:
+        """Have ``order(now)`` called in the next round. Any thread; never waits."""
+        self._orders.append(order)
+
+    def round(self, now: float) -> float | None:
+        """Do all that can be done now. Returns when to come again at the latest, None: no need."""
+        more = False
+        while self._orders:
+            self._orders.popleft()(now)
+        for transport in self.transports:
+            changed = transport.progress(_BUDGET)
+            more = more or len(changed) == _BUDGET
+            for attempt in changed:
+                if isinstance(attempt.tag, Call):
+                    attempt.tag.part.on_attempt(attempt, now)
+        inbound = self.ctx.channel.receive(_BUDGET)
+        more = more or len(inbound) == _BUDGET
+        for message in inbound:
+            self._receive(message, now)
+        self.ctx.run_due(now)
+        if more or self._orders:
+            return now
+        return self.ctx.next_at()
+
+    @property
+    def must_poll(self) -> bool:
+        """Whether an engine that does not wake us may have news."""
+        return self.ctx.in_flight > 0 and any(t.must_be_polled for t in self.transports)
+
+    def farewell(self, now: float) -> None:
+        """Tell the peers that we close; once, they notice anyway."""
+        for link in self.links:
+            if link.hello is not None:
+                link.mailbox.send(wire.Bye())
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def _receive(self, inbound: Inbound, now: float) -> None:
+        """One message from outside. Whatever it is, the loop lives."""
+        try:
+            envelope = wire.decode(inbound.data)
+            self._dispatch(inbound, envelope, now)
+        except (WireError, InvalidInputError):
+            self.ctx.counters.count("messages.rejected")
+        except CapacityError:
+            self.ctx.counters.count("messages.over_capacity")
+
+    def _dispatch(self, inbound: Inbound, envelope: wire.Envelope, now: float) -> None:
+        body, sender, route = envelope.body, envelope.sender, inbound.route
+        self.ctx.counters.count(f"received.{type(body).__name__.lower()}")
+        match body:
+            case wire.Confirm():
+                self._on_confirm(inbound, sender, body, now)
+                return
+            case wire.Hello():
+                self.links.on_hello(route, sender, body, now)
+                return
+            case wire.HelloRefused():
+                self.links.on_hello_refused(route, body, now)
+                return
+            case wire.Who():
+                self.links.on_who(route, sender, now)
+                return
+            case wire.Bye():
+                self.links.on_bye(sender)
+                return
+            case wire.Release() | wire.Decline():
+                # These must get through even from a peer whose hello we lost.
+                if self._first_time(inbound, envelope):
+                    if isinstance(body, wire.Release):
+                        self.producer.on_release(body, now)
+                    else:
+                        self.producer.on_decline(body, now)
+                return
+        link = self.links.of(sender)
+        if link is None:
+            # Not confirmed: it is sent again once we know each other.
+            self.ctx.counters.count("messages.from_strangers")
+            self.ctx.send(route, wire.Who())
+            return
+        if envelope.mid and not self._first_time(inbound, envelope):
+            return
+        match body:
+            case wire.Open():
+                self.producer.on_open(link, body, now)
+            case wire.Grant():
+                self.consumer.on_grant(body, now)
+            case wire.Gone():
+                self.consumer.on_gone(body, now)
+            case wire.Ask():
+                self.consumer.on_ask(link, body, now)
+            case wire.Accept():
+                self.producer.on_accept(sender, body, now)
+            case wire.Seal():
+                self.consumer.on_seal(link, body, now)
+            case wire.PushFailed():
+                self.consumer.on_push_failed(sender, body, now)
+            case wire.Cancel():
+                if not self.producer.on_cancel(sender, body, _kind(body.kind), now):
+                    link.mailbox.mail(
+                        wire.PushFailed(body.ref, body.kind, "nothing is being pushed", True),
+                        now=now,
+                        until=now + self.ctx.timeouts.ack,
+                    )
+
+    def _first_time(self, inbound: Inbound, envelope: wire.Envelope) -> bool:
+        """Confirm, every time; true if it has not been seen before."""
+        self.ctx.send(inbound.route, wire.Confirm([envelope.mid]))
+        if self._inbox.first_time(envelope.sender, envelope.mid):
+            return True
+        self.ctx.counters.count("messages.duplicate")
+        return False
+
+    def _on_confirm(self, inbound: Inbound, sender: str, body: wire.Confirm, now: float) -> None:
+        link = self.links.of(sender)
+        box = self.links.mailboxes.get(inbound.route)
+        if box is None and link is not None:
+            box = link.mailbox
+        if box is not None:
+            for mid in body.mids:
+                box.confirmed(mid, now)
+
+
+def _kind(text: str) -> ErrorKind:
+    try:
+        return ErrorKind(text)
+    except ValueError:
+        return ErrorKind.UNKNOWN

@@ -1,0 +1,143 @@
+"""What ``pull``, ``accept``, ``push`` and ``hold`` return: a view of one transfer."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import TransferError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from kvxfer.core.events import Role
+
+__all__ = ["TransferHandle", "TransferState"]
+
+
+class TransferState(enum.Enum):
+    """PENDING, then exactly one of the others for ever."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    DECLINED = "declined"
+    EXPIRED = "expired"
+
+
+class TransferHandle:
+    """One transfer as its user sees it. Attributes may be read from any thread.
+
+    ``drained`` says that no engine can touch the blocks any more on behalf of this transfer.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_callbacks",
+        "_done",
+        "_lock",
+        "drained",
+        "error",
+        "nbytes",
+        "payload",
+        "role",
+        "state",
+        "transfer_id",
+    )
+
+    def __init__(self, transfer_id: str, role: Role, abort: Callable[[str], None]) -> None:
+        self.transfer_id = transfer_id
+        self.role = role
+        self.state = TransferState.PENDING
+        self.drained = False
+        self.error: TransferError | None = None
+        self.nbytes = 0
+        self.payload = b""
+        self._abort = abort
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<TransferHandle {self.transfer_id!r} {self.role.value} {self.state.value}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is terminal."""
+        return self.state is not TransferState.PENDING
+
+    def abort(self) -> None:
+        """Give the transfer up. Never waits; the outcome arrives as an event."""
+        self._abort(self.transfer_id)
+
+    def result(self) -> TransferHandle:
+        """This handle, if the transfer is DONE.
+
+        Raises:
+            TransferError: it failed, or has not ended.
+        """
+        if self.state is TransferState.DONE:
+            return self
+        if self.error is not None:
+            raise self.error
+        from kvxfer.errors import ErrorKind
+
+        kind = {
+            TransferState.DECLINED: ErrorKind.DECLINED,
+            TransferState.EXPIRED: ErrorKind.EXPIRED,
+        }.get(self.state, ErrorKind.INVALID)
+        raise TransferError(f"transfer {self.transfer_id!r} is {self.state.value}", kind=kind)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it is terminal, on the progress thread; at once if it is."""
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def __await__(self) -> Generator[object, None, TransferHandle]:
+        """Wait inside an event loop until it is terminal; does not raise for a failed transfer.
+
+        With ``progress="manual"`` somebody has to keep calling ``poll``.
+        """
+        return self._as_future().__await__()
+
+    # ---- for the agent -----------------------------------------------------------------------
+
+    def _finish(self, state: TransferState, *, drained: bool) -> bool:
+        """First wins."""
+        with self._lock:
+            if self.done:
+                return False
+            self.drained = drained
+            self.state = state
+            callbacks, self._callbacks = self._callbacks, []
+        self._done.set()
+        for callback in callbacks:
+            callback()
+        return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        return self._done.wait(timeout)
+
+    def _as_future(self) -> asyncio.Future[TransferHandle]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[TransferHandle] = loop.create_future()
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(self)
+
+        def from_any_thread() -> None:
+            try:
+                loop.call_soon_threadsafe(resolve)
+            except RuntimeError:
+                return  # the loop was closed: nobody waits any more
+
+        self.add_done_callback(from_any_thread)
+        return future

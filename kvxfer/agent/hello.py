@@ -1,0 +1,156 @@
+"""Hellos: what this agent says of itself, and what a peer said, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvxfer.agent.mapping import ranks_from_wire, ranks_to_wire
+from kvxfer.core import wire
+from kvxfer.core.layout import KVLayout, LayerRef, StateLayout
+from kvxfer.core.memory import Descriptor, MemoryKind
+from kvxfer.core.topology import Ranks
+from kvxfer.core.transport import PeerInfo
+from kvxfer.errors import HandshakeError, InvalidInputError, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvxfer.agent.caches import Caches
+    from kvxfer.core.transport import Transport
+
+__all__ = ["LocalHello", "PeerHello"]
+
+
+@attrs.frozen(kw_only=True)
+class PeerHello:
+    """A peer's hello, validated."""
+
+    incarnation: str
+    name: str
+    address: str
+    versions: tuple[int, int]
+    ranks: Ranks
+    fingerprint: str
+    infos: Mapping[str, PeerInfo]
+    descriptors: Mapping[str, tuple[Descriptor, ...]]
+    layers: tuple[LayerRef, ...]
+
+    @classmethod
+    def from_wire(cls, sender: str, message: wire.Hello) -> PeerHello:
+        """Turn a decoded message into values.
+
+        Raises:
+            WireError: a rank, a layout or a region index makes no sense; the text says which.
+        """
+        infos: dict[str, PeerInfo] = {}
+        descriptors: dict[str, tuple[Descriptor, ...]] = {}
+        for t in message.transports:
+            infos[t.name] = PeerInfo(transport=t.name, incarnation=t.incarnation, data=t.data)
+            descriptors[t.name] = tuple(
+                Descriptor(
+                    transport=t.name,
+                    incarnation=t.incarnation,
+                    region_id=r.region_id,
+                    nbytes=r.nbytes,
+                    kind=MemoryKind(r.kind),
+                    device=r.device,
+                    data=r.data,
+                )
+                for r in t.regions
+            )
+        try:
+            layers = tuple(
+                LayerRef(name=x.name, group=x.group, region=x.region, layout=_layout(x.layout))
+                for x in message.layers
+            )
+            ranks = ranks_from_wire(message.ranks)
+        except InvalidInputError as error:
+            raise WireError(f"hello of {message.name!r}: {error}") from None
+        for regions in descriptors.values():
+            for layer in layers:
+                if (
+                    layer.region >= len(regions)
+                    or layer.layout.end_offset > regions[layer.region].nbytes
+                ):
+                    raise WireError(
+                        f"hello of {message.name!r}: layer {layer.name!r} leaves its region "
+                        f"{layer.region}"
+                    )
+        return cls(
+            incarnation=sender,
+            name=message.name,
+            address=message.address,
+            versions=message.versions,
+            ranks=ranks,
+            fingerprint=message.fingerprint,
+            infos=infos,
+            descriptors=descriptors,
+            layers=layers,
+        )
+
+
+def _layout(message: Mapping[str, Any]) -> KVLayout | StateLayout:
+    return (StateLayout if "parts" in message else KVLayout).from_wire(message)
+
+
+@attrs.define(kw_only=True)
+class LocalHello:
+    """What this agent says. ``caches`` changes when caches are registered."""
+
+    name: str
+    incarnation: str
+    address: str
+    ranks: Ranks
+    fingerprint: str
+    transports: Sequence[Transport]
+    caches: Caches
+
+    def message(self, *, answer: bool) -> wire.Hello:
+        return wire.Hello(
+            versions=(wire.WIRE_MIN, wire.WIRE_MAX),
+            answer=answer,
+            name=self.name,
+            address=self.address,
+            ranks=ranks_to_wire(self.ranks),
+            fingerprint=self.fingerprint,
+            transports=[self.caches.transport_wire(t) for t in self.transports],
+            layers=self.caches.layers_wire(),
+        )
+
+    def check(self, peer: PeerHello) -> None:
+        """Refuse a peer we cannot work with.
+
+        Raises:
+            HandshakeError: names both sides' values.
+        """
+        low, high = peer.versions
+        if low > wire.WIRE_MAX or high < wire.WIRE_MIN:
+            raise HandshakeError(
+                f"{peer.name!r} speaks wire versions {low} to {high}, we speak {wire.WIRE_MIN} to "
+                f"{wire.WIRE_MAX}",
+                next_step="upgrade the older side",
+            )
+        if peer.fingerprint != self.fingerprint:
+            raise HandshakeError(
+                f"the fingerprint of {peer.name!r} is {peer.fingerprint!r}, ours is "
+                f"{self.fingerprint!r}: equal geometry of another model is silent garbage",
+                next_step="serve the same model, dtype and KV quantisation on both sides",
+            )
+
+    def choose(self, peer: PeerHello) -> Transport:
+        """The first of our transports that the peer has too.
+
+        Raises:
+            HandshakeError: there is none.
+        """
+        for transport in self.transports:
+            if transport.name in peer.infos:
+                return transport
+        raise HandshakeError(
+            f"{peer.name!r} offers the transports {sorted(peer.infos)}, we have "
+            f"{[t.name for t in self.transports]}",
+            next_step="configure one backend on both sides",
+        )

@@ -1,0 +1,93 @@
+"""What the scheduler half tells the worker halves, and what they report. Values; all pickle."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvxfer.core.events import Event
+from kvxfer.core.layout import Align, Blocks
+from kvxfer.core.offer import Endpoint, Offer
+
+__all__ = [
+    "AbortOrder",
+    "AcceptOrder",
+    "DeclineOrder",
+    "HoldOrder",
+    "Order",
+    "PullOrder",
+    "RenewOrder",
+    "Report",
+    "WorkerInfo",
+]
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """Base of all orders."""
+
+
+@attrs.frozen(kw_only=True)
+class HoldOrder(Order):
+    """Hold a transfer for readers; see ``Agent.hold``."""
+
+    transfer_id: str
+    epoch: int
+    lease: float
+
+
+@attrs.frozen(kw_only=True)
+class PullOrder(Order):
+    """Pull an offer into local blocks; see ``Agent.pull``."""
+
+    offer: Offer
+    blocks: tuple[Blocks, ...]
+    align: Align | None = None
+    uncovered_local: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class AcceptOrder(Order):
+    """Accept a push into local blocks; see ``Agent.accept``."""
+
+    transfer_id: str
+    blocks: tuple[Blocks, ...]
+    deadline: float
+    producers: tuple[Endpoint, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class DeclineOrder(Order):
+    """Nobody will read this offer."""
+
+    offer: Offer
+
+
+@attrs.frozen(kw_only=True)
+class RenewOrder(Order):
+    """Keep these offers' holds alive."""
+
+    offers: tuple[Offer, ...]
+
+
+@attrs.frozen(kw_only=True)
+class AbortOrder(Order):
+    """Give a transfer up, in whatever role."""
+
+    transfer_id: str
+
+
+@attrs.frozen(kw_only=True)
+class WorkerInfo:
+    """How one worker can be reached: what a connector's handshake carries to the scheduler."""
+
+    endpoint: Endpoint
+    sizes: dict[str, int]
+    fingerprint: str
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """What one worker has to say since its last report."""
+
+    rank: int
+    events: tuple[Event, ...]

@@ -1,0 +1,356 @@
+"""WRITE, producer side: one transfer that this rank pushes.
+
+The steps, top to bottom, are those of ``Push.step``: reach every consumer rank, ask for its
+destination blocks, turn submits whose data is ready into parts, and seal when all have landed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import numpy as np
+
+from kvxfer.agent.draining import Draining
+from kvxfer.agent.handles import TransferHandle, TransferState
+from kvxfer.agent.mapping import ranks_to_wire
+from kvxfer.agent.part import Part
+from kvxfer.core import wire
+from kvxfer.core.batch import Batch
+from kvxfer.core.events import BlockIds, Failed, Role, Sent
+from kvxfer.core.layout import Blocks, Side, plan_layers
+from kvxfer.core.topology import Role as RankRole
+from kvxfer.core.verdict import Op
+from kvxfer.errors import ErrorKind, KvxferError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvxfer.agent.context import Context
+    from kvxfer.agent.links import Link
+    from kvxfer.agent.producer import Producer
+    from kvxfer.core.layout import Align
+    from kvxfer.core.offer import Endpoint
+
+__all__ = ["Push", "PushSpec", "Readiness"]
+
+
+class Readiness(Protocol):
+    """Says whether source bytes are there: ``torch.cuda.Event`` fits. Must not wait."""
+
+    def query(self) -> bool: ...
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PushSpec:
+    """One submit: source blocks per group, for all layers or the named ones."""
+
+    blocks: tuple[Blocks, ...]
+    layers: frozenset[str] | None = None
+    ready: Readiness | None = None
+    align: Align | None = None
+
+
+@attrs.define(eq=False)
+class _Target:
+    """One consumer rank."""
+
+    endpoint: Endpoint
+    link: Link | None = None
+    asked_at: float = float("-inf")
+    ref: wire.Ref | None = None
+    groups: tuple[Blocks, ...] = ()
+    parts: list[Part] = attrs.field(factory=list)
+    sealing: bool = False
+    sealed: bool = False
+
+
+class Push:
+    """See the module. Progress thread only, but for the handle."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        producer: Producer,
+        handle: TransferHandle,
+        targets: Sequence[Endpoint],
+        now: float,
+    ) -> None:
+        self._ctx = ctx
+        self._producer = producer
+        self.handle = handle
+        self._targets = [_Target(endpoint) for endpoint in targets]
+        self._specs: list[PushSpec] = []
+        self._ready = 0
+        """How many submits, from the first, have their data."""
+        self._payload: bytes | None = None
+        self.error: TransferError | None = None
+        self.draining: Draining | None = None
+        self.ended = False
+        self._began = now
+        self._queue_deadline = now + ctx.timeouts.connect + ctx.timeouts.queue
+        self._deadline = now + ctx.timeouts.transfer
+        ctx.at(self, min(self._deadline, self._queue_deadline))
+
+    @property
+    def sealing(self) -> bool:
+        return self._payload is not None
+
+    @property
+    def queued(self) -> int:
+        """Submits that are not parts yet, over all targets."""
+        return sum(len(self._specs) - len(t.parts) for t in self._targets)
+
+    def add(self, spec: PushSpec) -> None:
+        self._specs.append(spec)
+        self._producer.queued += len(self._targets)
+        self._ctx.soon(self)
+
+    def seal(self, payload: bytes) -> None:
+        self._payload = payload
+        self._ctx.soon(self)
+
+    # ---- the data path -----------------------------------------------------------------------
+
+    def step(self, now: float) -> None:
+        """Move on as far as possible."""
+        if self.ended:
+            return
+        if self.draining is not None:
+            self.draining.step(now)
+            return
+        if self.error is None:
+            try:
+                self._reach(now)
+                self._ask(now)
+                self._check_ready(now)
+                self._move(now)
+                self._seal(now)
+            except KvxferError as error:
+                kind = getattr(error, "kind", ErrorKind.INVALID)
+                self.fail(TransferError(str(error), kind=kind), now)
+            self._watch_deadlines(now)
+        self._publish_if_over(now)
+
+    def _reach(self, now: float) -> None:
+        for target in self._targets:
+            if target.link is None:
+                target.link = self._producer.links.reach(
+                    target.endpoint.address, target.endpoint.incarnation or None, now
+                )
+                target.link.when_changed(self)
+                target.link.want_path(now)
+            if not target.link.usable and not target.sealed:
+                self.fail(
+                    TransferError(
+                        f"consumer rank {target.endpoint.rank} cannot be used: {target.link.error}",
+                        kind=target.link.kind_of_failure(),
+                    ),
+                    now,
+                )
+                return
+
+    def _ask(self, now: float) -> None:
+        """Ask for the destination blocks, again until they come."""
+        for target in self._targets:
+            if target.ref is not None or target.link is None or not target.link.up:
+                continue
+            if now >= target.asked_at + self._ctx.config.grant_interval:
+                target.link.mailbox.send(wire.Ask(self.handle.transfer_id))
+                target.asked_at = now
+            self._ctx.at(self, target.asked_at + self._ctx.config.grant_interval)
+
+    def on_accept(self, sender: str, message: wire.Accept, now: float) -> None:
+        """A consumer rank told us its destination blocks."""
+        for target in self._targets:
+            if target.link is not None and target.link.incarnation == sender:
+                if target.ref is None:
+                    target.groups = tuple(_blocks(group) for group in message.groups)
+                    target.ref = message.ref
+                    self._ctx.soon(self)
+                return
+        self._ctx.counters.count("accepts.stranger")
+
+    def _check_ready(self, now: float) -> None:
+        """Count the submits whose data is there, in order; look again soon while some is not."""
+        while self._ready < len(self._specs):
+            ready = self._specs[self._ready].ready
+            if ready is not None and not ready.query():
+                self._ctx.at(self, now + self._ctx.config.pump_interval)
+                return
+            self._ready += 1
+
+    def _move(self, now: float) -> None:
+        for target in self._targets:
+            link = target.link
+            if target.ref is None or link is None or not link.up:
+                continue
+            while len(target.parts) < self._ready:
+                batch = self._plan(link, target, self._specs[len(target.parts)])
+                part = Part(self._ctx, link, Op.WRITE, batch, deadline=self._deadline, owner=self)
+                target.parts.append(part)
+                self._producer.queued -= 1
+                part.start(now)
+
+    def _plan(self, link: Link, target: _Target, spec: PushSpec) -> Batch:
+        plan = plan_layers(
+            link.layers.named(RankRole.PRODUCER, spec.layers),
+            spec.blocks,
+            target.groups,
+            align=spec.align,
+            destination=Side.REMOTE,
+            cache=self._producer.plans,
+        ).merged()
+        return Batch(plan.pair, plan.local, plan.remote, plan.size)
+
+    def _seal(self, now: float) -> None:
+        """Once all submits are there and have landed: tell every consumer rank, confirmed."""
+        if self._payload is None or self._ready < len(self._specs):
+            return
+        for target in self._targets:
+            if target.sealing or target.ref is None or target.link is None:
+                continue
+            if len(target.parts) < len(self._specs) or not all(p.done for p in target.parts):
+                continue
+            target.sealing = True
+            target.link.mailbox.mail(
+                wire.Seal(
+                    target.ref,
+                    ranks_to_wire(self._producer.ranks),
+                    sum(p.batch.nbytes for p in target.parts),
+                    self._payload,
+                ),
+                now=now,
+                until=self._deadline,
+                on_confirm=partial(self._confirmed, target),
+            )
+
+    def _confirmed(self, target: _Target, _now: float) -> None:
+        target.sealed = True
+        self._ctx.soon(self)
+
+    def _watch_deadlines(self, now: float) -> None:
+        if self.error is not None:
+            return
+        waiting = [t for t in self._targets if t.ref is None]
+        if now >= self._deadline:
+            self.fail(self._timeout("transfer", now), now)
+        elif waiting and now >= self._queue_deadline:
+            self.fail(self._timeout("queue", now), now)
+        else:
+            self._ctx.at(self, self._queue_deadline if waiting else self._deadline)
+
+    def _timeout(self, phase: str, now: float) -> TransferError:
+        return TransferError(
+            f"not complete {now - self._began:.3f} s after it began: Timeouts.{phase} is over",
+            kind=ErrorKind.TIMEOUT,
+        )
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def on_cancel(self, kind: ErrorKind, message: str, now: float) -> None:
+        """A consumer rank no longer wants it."""
+        self.fail(TransferError(f"the consumer cancelled: {message}", kind=kind), now)
+        if self.ended:
+            return
+        self._ctx.soon(self)
+
+    def fail(self, error: TransferError, now: float) -> None:
+        """Give up; the first reason stays."""
+        if self.error is not None or self.ended or self.draining is not None:
+            return
+        self.error = error
+        for part in self._parts():
+            part.cancel()
+        self._ctx.soon(self)
+
+    def _parts(self) -> list[Part]:
+        return [part for target in self._targets for part in target.parts]
+
+    def _publish_if_over(self, now: float) -> None:
+        parts = self._parts()
+        for part in parts:
+            if part.error is not None and self.error is None:
+                self.fail(part.error, now)
+        if self.error is not None:
+            urgent = self.error.kind in (ErrorKind.ABORTED, ErrorKind.TIMEOUT)
+            if urgent or now >= self._deadline or all(p.settled for p in parts):
+                self._publish_failure(self.error, parts, now)
+            else:
+                self._ctx.at(self, self._deadline)
+        elif self._targets and all(t.sealed for t in self._targets):
+            self.handle.nbytes = sum(p.batch.nbytes for p in parts)
+            self._ctx.counters.count("push.bytes", self.handle.nbytes)
+            self._end()
+            self._ctx.emit(Sent(transfer_id=self.handle.transfer_id, nbytes=self.handle.nbytes))
+            self.handle._finish(TransferState.DONE, drained=True)
+
+    def _publish_failure(self, error: TransferError, parts: list[Part], now: float) -> None:
+        drained = all(part.drained for part in parts)
+        self._ctx.counters.count(f"push.failed.{error.kind.value}")
+        self.handle.error = error
+        self._tell_failed(error, drained=drained, now=now)
+        event = Failed(
+            transfer_id=self.handle.transfer_id,
+            role=Role.PRODUCER,
+            kind=error.kind,
+            error=error,
+            blocks=self._block_ids(),
+            drained=drained,
+        )
+        if drained:
+            self._end()
+        else:
+            self.draining = Draining(
+                self._ctx,
+                self._producer.quarantine,
+                handle=self.handle,
+                blocks=self._block_ids(),
+                links=[t.link for t in self._targets if t.link is not None],
+                is_drained=lambda: all(part.drained for part in parts),
+                on_fenced=lambda: None,
+                free=lambda at: self._drained_at_last(error, at),
+                ended=self._producer.draining_ended,
+                now=now,
+            )
+            self._producer.draining_began(self.draining)
+        self._ctx.emit(event)
+        self.handle._finish(TransferState.FAILED, drained=drained)
+
+    def _drained_at_last(self, error: TransferError, now: float) -> None:
+        self._tell_failed(error, drained=True, now=now)
+        self._end()
+
+    def _tell_failed(self, error: TransferError, *, drained: bool, now: float) -> None:
+        for target in self._targets:
+            if target.ref is None or target.link is None or not target.link.usable:
+                continue
+            target.link.mailbox.mail(
+                wire.PushFailed(target.ref, error.kind.value, error.message[:4096], drained),
+                now=now,
+                until=now + self._ctx.timeouts.ack + self._ctx.timeouts.drain,
+            )
+
+    def _block_ids(self) -> BlockIds:
+        groups = max((len(spec.blocks) for spec in self._specs), default=0)
+        out: list[tuple[int, ...]] = []
+        for group in range(groups):
+            ids = [s.blocks[group].ids for s in self._specs if group < len(s.blocks)]
+            out.append(tuple(np.unique(np.concatenate(ids)).tolist()) if ids else ())
+        return tuple(out)
+
+    def _end(self) -> None:
+        self.ended = True
+        for target in self._targets:
+            if target.link is not None:
+                target.link.unwatch(self)
+        self._ctx.forget(self)
+        self._producer.push_ended(self)
+
+
+def _blocks(group: wire.BlocksWire) -> Blocks:
+    ids = wire.unpack_ids(group.ids)
+    if group.positions is None:
+        return Blocks.unplaced(ids, placeholder=-1)
+    return Blocks.placed(wire.unpack_ids(group.positions), ids, placeholder=-1)

@@ -1,0 +1,73 @@
+"""The control channel as the agent sees it: small messages to and from peers, nothing that waits.
+
+``control.ZmqChannel`` is the real one; the simulator brings its own.  Delivery is not promised:
+messages may be lost, repeated or arrive late.  What matters is confirmed and re-sent one level up
+(``reliable``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+
+import attrs
+
+__all__ = ["Channel", "Inbound", "Route"]
+
+Route = Hashable
+"""Names one way to one peer. Opaque; compared and hashed only."""
+
+
+@attrs.frozen
+class Inbound:
+    """One message that arrived; answer on ``route``."""
+
+    route: Route
+    data: bytes
+
+
+class Channel(ABC):
+    """All methods but ``wake`` are called from one thread, the agent's progress thread."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What peers dial, such as ``tcp://10.0.0.5:41001``. Known from construction on."""
+
+    @abstractmethod
+    def dial(self, address: str) -> Route:
+        """Begin a connection; returns at once. Dialling the same address twice gives two routes.
+
+        Raises:
+            InvalidInputError: not an address.
+            CapacityError: too many connections.
+        """
+
+    @abstractmethod
+    def hang_up(self, route: Route) -> None:
+        """Drop a dialled connection and what is queued on it. Unknown routes are ignored."""
+
+    @abstractmethod
+    def send(self, route: Route, data: bytes) -> bool:
+        """Queue one message. False when it was dropped (queue full, route gone): counted."""
+
+    @abstractmethod
+    def receive(self, budget: int = 256) -> list[Inbound]:
+        """What arrived, at most ``budget`` messages, oversized ones dropped and counted."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> None:
+        """Return once something arrived, ``wake`` was called, or ``timeout`` seconds passed."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End a ``wait`` early. Any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop everything; never waits for peers."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Messages and bytes in and out, and every reason for which something was dropped."""

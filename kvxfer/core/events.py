@@ -1,0 +1,130 @@
+"""What ``Agent.poll`` returns. Values only; all of them pickle.
+
+Every transfer ends in exactly one of Received, Sent, Declined, Failed or Expired per side.
+``Drained`` and ``Quarantined`` come after ``Failed(drained=False)``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from kvxfer.errors import ErrorKind, TransferError
+
+__all__ = [
+    "Declined",
+    "Drained",
+    "Event",
+    "Expired",
+    "Failed",
+    "Gone",
+    "PeerDown",
+    "PeerUp",
+    "Quarantined",
+    "Received",
+    "Role",
+    "Sent",
+]
+
+
+class Role(enum.Enum):
+    """Which side of a transfer an event speaks for."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids per group."""
+
+
+@attrs.frozen(kw_only=True)
+class Event:
+    """Base of all events. ``transfer_id`` is empty for events about peers."""
+
+    transfer_id: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Received(Event):
+    """Consumer: all bytes are there and visible. ``payload`` is what the producer sealed."""
+
+    nbytes: int
+    payload: bytes = b""
+
+
+@attrs.frozen(kw_only=True)
+class Sent(Event):
+    """Producer: every rank that had to acknowledge did; the blocks are yours again.
+
+    READ: all readers released. WRITE: all pushes landed and the seal was confirmed.
+    """
+
+    nbytes: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Declined(Event):
+    """Producer: the consumer will not read; the blocks are yours again."""
+
+
+@attrs.frozen(kw_only=True)
+class Failed(Event):
+    """It failed. Destination blocks may be reused only when ``drained``, now or by ``Drained``."""
+
+    role: Role
+    kind: ErrorKind
+    error: TransferError
+    blocks: BlockIds = ()
+    drained: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class Drained(Event):
+    """After ``Failed(drained=False)``: the proof came; ``blocks`` are yours again."""
+
+    role: Role
+    blocks: BlockIds = ()
+    drained_by: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Expired(Event):
+    """Producer: the lease and its margin ended before all ACKs came; the blocks are yours again."""
+
+    missing: tuple[int, ...] = ()
+    """Ranks that had not acknowledged, where they are known."""
+
+
+@attrs.frozen(kw_only=True)
+class Gone(Event):
+    """Consumer: the producer told us that its blocks for this transfer are no longer held."""
+
+    kind: ErrorKind
+    message: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Quarantined(Event):
+    """No proof by the drain deadline: ``blocks`` stay out of use until a fence or ``reclaim``."""
+
+    role: Role
+    blocks: BlockIds = ()
+    reason: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class PeerUp(Event):
+    """A peer's hello was accepted."""
+
+    peer: str
+    address: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class PeerDown(Event):
+    """A peer closed, died, or was replaced by a newer incarnation."""
+
+    peer: str
+    reason: str = ""

@@ -1,0 +1,170 @@
+"""What a producer hands to a consumer, through a router if need be. JSON-serialisable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+
+from kvxfer.core.layout.blocks import Blocks
+from kvxfer.core.wire import Count, Name, RanksWire, Ref, Seconds, Token
+from kvxfer.errors import InvalidInputError
+
+__all__ = ["OFFER_VERSION", "Endpoint", "Offer"]
+
+OFFER_VERSION = 1
+
+
+@attrs.frozen(kw_only=True)
+class Endpoint:
+    """One worker that can be dialled: its control address, its incarnation and its rank.
+
+    ``rank`` is the worker's place in its instance, ``pp_rank * tp_size + tp_rank``.
+    """
+
+    address: str
+    incarnation: str
+    rank: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Offer:
+    """A held transfer, as its consumer needs to see it.
+
+    Attributes:
+        transfer_id: names the exchange of one request, on both sides.
+        epoch: tells two holds of one transfer id apart; part of every reference.
+        endpoints: the producer's workers, one per rank of its instance that holds blocks.
+        sizes: the producer instance's sizes (``tp_size`` and so on); never guessed.
+        lease: seconds for which the producer holds the blocks, from when it made the offer. A
+            reader needs a grant before it posts, so the router's delay does no harm but to the
+            chance of being in time.
+        groups: the producer's blocks per group, with their positions in the request.
+        fingerprint: of model, dtype and KV quantisation; must equal the reader's.
+    """
+
+    transfer_id: str
+    epoch: int
+    endpoints: tuple[Endpoint, ...]
+    sizes: Mapping[str, int]
+    lease: float
+    groups: tuple[Blocks, ...]
+    fingerprint: str
+
+    def ref(self, endpoint: Endpoint) -> Ref:
+        """How this hold is named towards one of its workers."""
+        return Ref(self.transfer_id, endpoint.incarnation, self.epoch)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Builtins only: what a router may carry as JSON."""
+        return {
+            "version": OFFER_VERSION,
+            "transfer_id": self.transfer_id,
+            "epoch": self.epoch,
+            "endpoints": [
+                {"address": e.address, "incarnation": e.incarnation, "rank": e.rank}
+                for e in self.endpoints
+            ],
+            "sizes": dict(self.sizes),
+            "lease": self.lease,
+            "groups": [_group_to_dict(g) for g in self.groups],
+            "fingerprint": self.fingerprint,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Offer:
+        """Inverse of ``to_dict``; the data may come from anywhere.
+
+        Raises:
+            InvalidInputError: names the field that is missing, mistyped or out of range.
+        """
+        try:
+            raw = msgspec.convert(data, _OfferWire)
+        except msgspec.ValidationError as error:
+            raise InvalidInputError(
+                f"not an offer: {error}", next_step="pass Offer.to_dict() through unchanged"
+            ) from None
+        if raw.version != OFFER_VERSION:
+            raise InvalidInputError(
+                f"offer version {raw.version} is not {OFFER_VERSION}",
+                next_step="run the same kvxfer release on both sides",
+            )
+        return cls(
+            transfer_id=raw.transfer_id,
+            epoch=raw.epoch,
+            endpoints=tuple(
+                Endpoint(address=e.address, incarnation=e.incarnation, rank=e.rank)
+                for e in raw.endpoints
+            ),
+            sizes=dict(raw.sizes),
+            lease=raw.lease,
+            groups=tuple(_group_from_wire(g) for g in raw.groups),
+            fingerprint=raw.fingerprint,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Offer:
+        """Inverse of ``to_json``. Raises ``InvalidInputError`` as ``from_dict`` does."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise InvalidInputError(f"not an offer: {error}") from None
+        return cls.from_dict(data)
+
+
+class _EndpointWire(msgspec.Struct):
+    address: Name
+    incarnation: Token
+    rank: Count
+
+
+class _GroupWire(msgspec.Struct):
+    ids: list[int]
+    start: int | None = None
+    positions: list[int] | None = None
+    holes: list[int] | None = None
+
+
+class _OfferWire(msgspec.Struct):
+    version: int
+    transfer_id: Name
+    epoch: Count
+    endpoints: list[_EndpointWire]
+    sizes: RanksWire
+    lease: Seconds
+    groups: list[_GroupWire]
+    fingerprint: str
+
+
+def _group_to_dict(blocks: Blocks) -> dict[str, Any]:
+    group: dict[str, Any] = {"ids": blocks.ids.tolist()}
+    if blocks.start is not None:
+        group["start"] = blocks.start
+    elif blocks.positions is not None:
+        group["positions"] = blocks.positions.tolist()
+    if blocks.holes is not None:
+        group["holes"] = np.flatnonzero(blocks.holes).tolist()
+    return group
+
+
+def _group_from_wire(raw: _GroupWire) -> Blocks:
+    ids = np.array(raw.ids, dtype=np.int64) if raw.ids else np.zeros(0, dtype=np.int64)
+    placeholder = None
+    if raw.holes:
+        holes = np.array(raw.holes, dtype=np.int64)
+        if int(holes.min()) < 0 or int(holes.max()) >= len(ids):
+            raise InvalidInputError(f"offer names hole {int(holes.max())} of {len(ids)} blocks")
+        # Whatever id the producer's engine uses for "no memory", -1 is no block id anywhere.
+        ids[holes] = placeholder = -1
+    if raw.start is not None:
+        return Blocks.at(raw.start, ids, placeholder=placeholder)
+    if raw.positions is not None:
+        return Blocks.placed(raw.positions, ids, placeholder=placeholder)
+    return Blocks.unplaced(ids, placeholder=placeholder)

@@ -1,0 +1,420 @@
+"""The contract between kvxfer and an engine.
+
+A backend subclasses ``Transport`` and implements the methods that begin with an underscore; the
+public ones check their arguments here, once for all backends.  Everything convenient (retries,
+leases, rank mapping, ACKs) lives above.
+
+Thread rules: ``register`` and ``deregister`` may be called from any thread and may block.
+``post`` is called from one thread at a time per path, which is the agent's posting thread where
+``Capabilities.may_block_in_post``, while another thread may be inside ``progress``.  Everything
+else is called from one thread, the agent's progress thread, and must not wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import attrs
+import numpy as np
+
+from kvxfer.core.attempt import Accepted, Attempt, AttemptState
+from kvxfer.core.capabilities import Capabilities
+from kvxfer.core.memory import Descriptor, Region, Span
+from kvxfer.core.pollable import Pollable
+from kvxfer.core.verdict import EngineError, Op
+from kvxfer.errors import ClosedError, InvalidInputError, RegionBusyError, StaleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.core.batch import Batch
+
+__all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
+
+
+@attrs.frozen(kw_only=True)
+class PeerInfo:
+    """How a peer's transport can be reached. Safe to send over the control channel only.
+
+    ``incarnation`` names one life of the transport, unique for ever; ``data`` is the backend's own
+    encoding and may hold secrets that admit whoever knows them.
+    """
+
+    transport: str
+    incarnation: str
+    data: bytes = attrs.field(default=b"", repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class Fence:
+    """The answer to ``fence`` and ``disconnect``.
+
+    ``done``: nothing of that peer's incarnation lands any more; the attempts concerned are marked
+    drained.  Otherwise ``reason`` says why the engine cannot prove it.
+    """
+
+    done: bool
+    reason: str = ""
+
+
+class Peer:
+    """A connected remote transport. Backends subclass it for their own state."""
+
+    def __init__(self, transport: Transport, info: PeerInfo) -> None:
+        self.transport = transport
+        self.info = info
+        self.closed = False
+        self.paths: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.info.transport}:{self.info.incarnation}{' closed' * self.closed}>"
+
+
+class Path:
+    """What a transport prepared between local regions and a peer's descriptors.
+
+    ``batch.pair`` indexes ``pairs``.  ``close`` frees what the engine holds for it; posting on a
+    closed path raises ``StaleError``.
+    """
+
+    def __init__(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> None:
+        self.peer = peer
+        self.pairs = tuple(pairs)
+        self.closed = False
+        self.undrained: set[Attempt] = set()
+        self.local_nbytes = np.array([r.nbytes for r, _ in self.pairs], dtype=np.int64)
+        self.remote_nbytes = np.array([d.nbytes for _, d in self.pairs], dtype=np.int64)
+        peer.paths.add(self)
+
+    def settled(self, attempt: Attempt) -> None:
+        """Called by an attempt once it is drained."""
+        self.undrained.discard(attempt)
+        self._forget_if_over()
+
+    def close(self) -> None:
+        """Idempotent. Attempts in flight go on."""
+        if not self.closed:
+            self.closed = True
+            self.peer.paths.discard(self)
+            self.peer.transport._close_path(self)
+            self._forget_if_over()
+
+    def _forget_if_over(self) -> None:
+        if self.closed and not self.undrained:
+            self.peer.transport._paths.discard(self)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse pieces that leave their regions.
+
+        Raises:
+            InvalidInputError: names the first such piece, its range and the region's size.
+        """
+        if not len(batch):
+            return
+        if int(batch.pair.max()) >= len(self.pairs):
+            i = int(batch.pair.argmax())
+            raise InvalidInputError(
+                f"pair[{i}] is {int(batch.pair[i])}, but the path has {len(self.pairs)} pairs"
+            )
+        for side, offset, nbytes in (
+            ("local", batch.local, self.local_nbytes),
+            ("remote", batch.remote, self.remote_nbytes),
+        ):
+            limit = nbytes[batch.pair]
+            # offset <= limit - size cannot overflow, offset + size could.
+            bad = offset > limit - batch.size
+            if bad.any():
+                i = int(bad.argmax())
+                raise InvalidInputError(
+                    f"piece {i} ends at {side} byte {int(offset[i]) + int(batch.size[i])}, but the "
+                    f"{side} region of pair {int(batch.pair[i])} has {int(limit[i])} bytes",
+                    next_step="check the block ids and the layout of that side",
+                )
+
+
+class Transport(ABC):
+    """One engine of one process, from construction (bound and reachable) to ``close``."""
+
+    name: ClassVar[str]
+    must_be_polled: ClassVar[bool] = True
+    """False where every change calls the ``on_change`` waker, so that nobody has to look."""
+
+    def __init__(self, *, incarnation: str | None = None) -> None:
+        self.incarnation = incarnation or secrets.token_hex(8)
+        self.closed = False
+        self._changed: collections.deque[Attempt] = collections.deque()
+        self._waker: Callable[[], None] | None = None
+        self._paths: set[Path] = set()
+
+    # ---- what a backend author writes -----------------------------------------------------
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this engine can do and promises. Constant for the life of the transport."""
+
+    @abstractmethod
+    def local_info(self) -> PeerInfo:
+        """How peers reach this transport."""
+
+    @abstractmethod
+    def _register(self, span: Span) -> Region: ...
+
+    @abstractmethod
+    def _deregister(self, region: Region) -> None: ...
+
+    @abstractmethod
+    def _connect(self, info: PeerInfo) -> Pollable[Peer]: ...
+
+    @abstractmethod
+    def _prepare(
+        self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]
+    ) -> Pollable[Path]: ...
+
+    @abstractmethod
+    def _post(self, attempt: Attempt) -> None:
+        """Start ``attempt``. Raise a ``TransportError`` if and only if nothing was posted.
+
+        When it ends, now or later, from any thread: settle it (``complete``, ``fail``,
+        ``mark_drained``) and call ``_report``.
+        """
+
+    @abstractmethod
+    def _disconnect(self, peer: Peer) -> Pollable[Fence]: ...
+
+    @abstractmethod
+    def _close(self, deadline: float) -> None:
+        """Free everything. ``deadline`` is seconds from now; never join a stuck thread longer."""
+
+    def _fence(self, peer: Peer) -> Pollable[Fence]:
+        """Prove that nothing of ``peer`` lands any more. Default: this engine cannot."""
+        from kvxfer.core.pollable import Ready
+
+        return Ready(Fence(done=False, reason=f"{self.name} has no fence"))
+
+    def _advance(self, budget: int) -> None:
+        """Ask a polled engine for news and ``_report`` it. Default: nothing to ask."""
+
+    def _close_path(self, path: Path) -> None:
+        """Free what the engine holds for ``path``. Default: nothing."""
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Behind ``Attempt.request_cancel``. Default: the engine cannot cancel; ignored."""
+
+    # ---- what a backend calls --------------------------------------------------------------
+
+    def _report(self, attempt: Attempt) -> None:
+        """Tell ``progress`` that ``attempt`` changed. Callable from any thread."""
+        self._changed.append(attempt)
+        if self._waker is not None:
+            self._waker()
+
+    # ---- what the agent calls --------------------------------------------------------------
+
+    def on_change(self, waker: Callable[[], None] | None) -> None:
+        """Have ``waker`` called, from any thread, whenever ``progress`` has news.
+
+        A hint to save latency: engines that must be polled never call it.
+        """
+        self._waker = waker
+
+    @final
+    def register(self, span: Span) -> Region:
+        """Make ``span`` usable for transfers. May block; any thread.
+
+        Raises:
+            InvalidInputError: the engine cannot use this memory.
+            TransportError: the engine refused.
+        """
+        self._check_open()
+        return self._register(span)
+
+    @final
+    def deregister(self, region: Region) -> None:
+        """Undo ``register``. Idempotent once it has succeeded. May block; any thread.
+
+        ``close`` undoes every registration: afterwards there is nothing left to do.
+
+        Raises:
+            RegionBusyError: an attempt that is not drained still uses the region.
+        """
+        # An attempt drains a moment before its path hears of it: ask the attempt.
+        busy = sum(
+            not attempt.drained and self._uses(attempt, region)
+            for path in tuple(self._paths)
+            for attempt in tuple(path.undrained)
+        )
+        if busy:
+            raise RegionBusyError(
+                f"{busy} attempts that are not drained use the region at "
+                f"{region.span.address:#x} ({region.nbytes} bytes)",
+                next_step="wait until they are drained, or fence the peer",
+            )
+        if not self.closed:
+            self._deregister(region)
+
+    @staticmethod
+    def _uses(attempt: Attempt, region: Region) -> bool:
+        return any(attempt.path.pairs[p][0] is region for p in np.unique(attempt.batch.pair))
+
+    @final
+    def connect(self, info: PeerInfo) -> Pollable[Peer]:
+        """Reach a peer. The error is a ``HandshakeError``, ``PeerLostError`` or another of ours."""
+        self._check_open()
+        if info.transport != self.name:
+            raise InvalidInputError(
+                f"a {self.name} transport cannot connect to a {info.transport} peer"
+            )
+        return self._connect(info)
+
+    @final
+    def prepare(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> Pollable[Path]:
+        """Prepare posts between local regions and the peer's descriptors, many at once.
+
+        Raises:
+            StaleError: the peer is closed, or a descriptor is of another incarnation of it.
+            InvalidInputError: no pairs, or a descriptor of another transport.
+        """
+        self._check_open()
+        if peer.closed:
+            raise StaleError(f"{peer!r} is closed", next_step="connect again")
+        if not pairs:
+            raise InvalidInputError("no pairs to prepare")
+        for region, descriptor in pairs:
+            if descriptor.transport != self.name or region.descriptor.transport != self.name:
+                raise InvalidInputError(
+                    f"a {self.name} transport cannot pair {region.descriptor.transport} regions "
+                    f"with {descriptor.transport} descriptors"
+                )
+            if descriptor.incarnation != peer.info.incarnation:
+                raise StaleError(
+                    f"the descriptor is of incarnation {descriptor.incarnation}, the peer is now "
+                    f"{peer.info.incarnation}",
+                    next_step="fetch the peer's current descriptors",
+                )
+        return self._prepare(peer, pairs)
+
+    def post(self, op: Op, path: Path, batch: Batch, *, tag: object = None) -> Attempt:
+        """Hand ``batch`` to the engine, once. No sleep, no retry.
+
+        Either raises, and nothing was posted, or returns an ``Attempt``.  An empty batch is DONE
+        at once.
+
+        Raises:
+            StaleError: the path or its peer is closed.
+            InvalidInputError: pieces outside their regions, too many or too large for one post, or
+                an op and memory kinds the engine cannot do.
+            BackpressureError, TransportError: the engine refused and posted nothing.
+        """
+        self._check_open()
+        if path.closed or path.peer.closed:
+            raise StaleError(f"the path to {path.peer!r} is closed", next_step="prepare a new one")
+        path.check(batch)
+        self._check_supported(op, path, batch)
+        attempt = Attempt(op, path, batch, tag)
+        if not len(batch):
+            attempt.complete(by="nothing to do")
+            self._report(attempt)
+            return attempt
+        self._paths.add(path)
+        path.undrained.add(attempt)
+        try:
+            self._post(attempt)
+        except BaseException:
+            path.undrained.discard(attempt)
+            raise
+        if self.closed or path.peer.closed:
+            # ``disconnect`` or ``close`` ran while the engine took it, and may have missed it.
+            self._fail_pending(path, "the connection was closed")
+        return attempt
+
+    def progress(self, budget: int = 1024) -> list[Attempt]:
+        """Attempts whose state or ``drained`` changed since the last call, at most ``budget``.
+
+        An attempt can appear again when it drains after it failed. Cost does not depend on peers,
+        paths or regions that are idle.  After ``close`` it returns what was not collected yet.
+        """
+        if not self.closed:
+            self._advance(budget)
+        changed = self._changed
+        return [changed.popleft() for _ in range(min(budget, len(changed)))]
+
+    @final
+    def fence(self, peer: Peer) -> Pollable[Fence]:
+        """Ask for the proof that nothing of this peer's incarnation lands any more."""
+        return self._fence_after_close(peer) if self.closed else self._fence(peer)
+
+    @final
+    def disconnect(self, peer: Peer) -> Pollable[Fence]:
+        """Close ``peer`` and its paths; every pending attempt on it is failed by our own ledger.
+
+        Those attempts are reported through ``progress`` like any other. Idempotent.
+        """
+        if not peer.closed:
+            peer.closed = True
+            # A path that was closed earlier may still have attempts in flight.
+            for path in {*peer.paths, *self._paths_of(peer)}:
+                self._fail_pending(path, "the connection was closed")
+                path.close()
+        return self._fence_after_close(peer) if self.closed else self._disconnect(peer)
+
+    def close(self, deadline: float = 5.0) -> list[Attempt]:
+        """Close everything within ``deadline`` seconds; returns what was not drained by then."""
+        if self.closed:
+            return []
+        self.closed = True
+        left: list[Attempt] = []
+        for path in tuple(self._paths):
+            self._fail_pending(path, "the transport was closed")
+        self._close(deadline)
+        for path in tuple(self._paths):
+            left.extend(a for a in tuple(path.undrained) if not a.drained)
+        return left
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the {self.name} transport is closed")
+
+    def _paths_of(self, peer: Peer) -> list[Path]:
+        return [path for path in tuple(self._paths) if path.peer is peer]
+
+    def _fence_after_close(self, peer: Peer) -> Pollable[Fence]:
+        from kvxfer.core.pollable import Ready
+
+        left = sum(
+            not attempt.drained
+            for path in self._paths_of(peer)
+            for attempt in tuple(path.undrained)
+        )
+        reason = f"{left} attempts were not drained when the transport was closed" if left else ""
+        return Ready(Fence(done=not left, reason=reason))
+
+    def _fail_pending(self, path: Path, why: str) -> None:
+        for attempt in tuple(path.undrained):
+            if attempt.state is AttemptState.PENDING and attempt.fail(
+                EngineError(backend=self.name, message=why), accepted=Accepted.UNKNOWN
+            ):
+                self._report(attempt)
+
+    def _check_supported(self, op: Op, path: Path, batch: Batch) -> None:
+        caps = self.capabilities
+        if len(batch) > caps.max_pieces or batch.nbytes > caps.max_nbytes:
+            raise InvalidInputError(
+                f"{len(batch)} pieces of {batch.nbytes} bytes exceed what one post of {self.name} "
+                f"takes ({caps.max_pieces} pieces, {caps.max_nbytes} bytes)",
+                next_step="cut the batch",
+            )
+        kinds: set[Any] = {
+            (path.pairs[p][0].span.kind, path.pairs[p][1].kind) for p in np.unique(batch.pair)
+        }
+        for local, remote in kinds:
+            if not caps.supports(op, local, remote):
+                raise InvalidInputError(
+                    f"{self.name} cannot {op.value} between local {local.value} and remote "
+                    f"{remote.value} memory"
+                )

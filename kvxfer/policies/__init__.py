@@ -1,0 +1,1 @@
+"""Strategies that can be swapped: retry, classification, timeouts."""
