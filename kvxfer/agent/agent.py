@@ -30,7 +30,7 @@ from kvxfer.agent.pump import Pump, sleep_time
 from kvxfer.agent.push import PushSpec, Readiness
 from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Failed, Role
-from kvxfer.core.layout import Align, Blocks, KVLayout
+from kvxfer.core.layout import Align, Blocks, KVLayout, LayoutKind
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.topology import Ranks
 from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
@@ -102,6 +102,7 @@ class Agent:
         self._epochs = itertools.count(1)
         self._listeners: dict[object, Callable[[], None]] = {}
         self._closed = False
+        self._next_wake = 0.0
         self._pump: Pump | None = None
         self._transports = _transports(backend)
         try:
@@ -505,9 +506,18 @@ class Agent:
         With manual progress this is also what moves everything on.
         """
         if self._pump is None and not self._closed:
-            self._engine.round(self.clock.now())
+            now = self.clock.now()
+            self._next_wake = now + sleep_time(self._engine, self._engine.round(now), now)
         events = self._ctx.events
         return [events.popleft() for _ in range(len(events))]
+
+    @property
+    def next_wake(self) -> float:
+        """Manual progress: when ``poll`` has something to do next, unless a message comes first.
+
+        Seconds of the agent's clock, as the last ``poll`` knew it.
+        """
+        return self._next_wake
 
     def wait(
         self, handles: TransferHandle | Iterable[TransferHandle], timeout: float | None = None
@@ -972,7 +982,12 @@ def _as_layers(
 
 def _single_rank(caches: Caches) -> Ranks:
     """The ranks of an instance of one: it holds all heads of every layer."""
-    heads = [layer.layout.heads for layer in caches.layers if isinstance(layer.layout, KVLayout)]
-    if not heads or max(heads) == 1:
-        return Ranks(tp_size=1, latent=True, total_kv_heads=None)
+    copied = (LayoutKind.LATENT, LayoutKind.KEY_ONLY)
+    heads = [
+        layer.layout.heads
+        for layer in caches.layers
+        if isinstance(layer.layout, KVLayout) and layer.layout.kind not in copied
+    ]
+    if not heads:
+        return Ranks(tp_size=1, latent=True)
     return Ranks(tp_size=1, total_kv_heads=max(heads))
