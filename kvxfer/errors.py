@@ -86,8 +86,11 @@ class ErrorKind(enum.Enum):
 class KvxferError(Exception):
     """Base of everything kvxfer raises.
 
-    ``next_step`` says what the reader can do about it; it is part of the text.
+    ``next_step`` says what the reader can do about it; it is part of the text.  ``kind`` is what a
+    transfer that fails because of it is counted as.
     """
+
+    kind: ErrorKind = ErrorKind.UNKNOWN
 
     def __init__(self, message: str, *, next_step: str = "") -> None:
         super().__init__(message)
@@ -112,6 +115,8 @@ def _rebuild(cls: type[KvxferError], message: str, state: dict[str, Any]) -> Kvx
 class InvalidInputError(KvxferError, ValueError):
     """An argument is wrong. Raised before anything is posted."""
 
+    kind = ErrorKind.INVALID
+
 
 class ConfigError(InvalidInputError):
     """A configuration value is wrong."""
@@ -119,6 +124,8 @@ class ConfigError(InvalidInputError):
 
 class GeometryError(InvalidInputError):
     """Two caches cannot be mapped onto each other exactly; the text names both geometries."""
+
+    kind = ErrorKind.HANDSHAKE
 
 
 class UnregisteredMemoryError(InvalidInputError):
@@ -140,9 +147,13 @@ class PluginError(KvxferError, RuntimeError):
 class ClosedError(KvxferError, RuntimeError):
     """The agent, transport, path or channel was closed."""
 
+    kind = ErrorKind.CONNECTION
+
 
 class CapacityError(KvxferError, RuntimeError):
     """One of our own bounded tables is full."""
+
+    kind = ErrorKind.RESOURCE
 
 
 class TransportError(KvxferError, RuntimeError):
@@ -150,8 +161,6 @@ class TransportError(KvxferError, RuntimeError):
 
     ``engine`` holds what the engine itself said, for the classifier.
     """
-
-    kind: ErrorKind = ErrorKind.UNKNOWN
 
     def __init__(
         self, message: str, *, next_step: str = "", engine: EngineError | None = None

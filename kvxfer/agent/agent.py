@@ -752,7 +752,7 @@ class Agent:
             ids = destinations(groups)
             self._engine.consumer.pins.unpin(pin, ids)
             blocks = tuple(tuple(g.tolist()) for g in ids)
-        kind = getattr(error, "kind", ErrorKind.INVALID)
+        kind = error.kind
         handle.error = TransferError(str(error), kind=kind)
         if handle._finish(TransferState.FAILED, drained=True):
             self._ctx.emit(

@@ -64,6 +64,11 @@ class Consumer:
         """Ours."""
         return self.links.local.ranks
 
+    @property
+    def layer_names(self) -> frozenset[str]:
+        """The layers this rank has registered."""
+        return frozenset(layer.name for layer in self.links.local.caches.layers)
+
     def caches_changed(self, blocks_per_group: list[int]) -> None:
         """Other caches were registered; nothing may be pinned then.
 

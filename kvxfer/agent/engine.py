@@ -60,6 +60,8 @@ class Engine:
             for attempt in changed:
                 if isinstance(attempt.tag, Call):
                     attempt.tag.part.on_attempt(attempt, now)
+        for route in self.ctx.channel.lost_routes():
+            self.links.on_route_lost(route, now)
         inbound = self.ctx.channel.receive(_BUDGET)
         more = more or len(inbound) == _BUDGET
         for message in inbound:

@@ -23,6 +23,7 @@ from kvxfer.errors import (
     HandshakeError,
     InvalidInputError,
     KvxferError,
+    PeerLostError,
     StaleError,
     TransportError,
 )
@@ -97,6 +98,7 @@ class Link:
         self._deadline = now + self._ctx.timeouts.connect
         self._hello_at = now
         self._hello_interval = 0.02
+        self._suspect_until: float | None = None
 
     def __repr__(self) -> str:
         return f"<Link {self.address or 'inbound'} {self.incarnation} {self.state.value}>"
@@ -117,6 +119,17 @@ class Link:
     @property
     def up(self) -> bool:
         return self.state is LinkState.UP
+
+    @property
+    def knows_layers(self) -> bool:
+        """Up, and both sides have registered caches: plans can be made."""
+        return (
+            self.up
+            and self.hello is not None
+            and bool(self.hello.layers)
+            and self._caches is not None
+            and bool(self._caches.layers)
+        )
 
     def when_changed(self, waiter: Steppable) -> None:
         """Step ``waiter`` whenever the state or the path of this link changes."""
@@ -143,6 +156,8 @@ class Link:
             self._say_hello(now)
         if self.state is LinkState.CONNECTING:
             self._connect(now)
+        if self.state is LinkState.UP and self._suspect_until is not None:
+            self._check_suspect(now)
         if self.state is LinkState.UP and self.paths.wanted:
             self._prepare(now)
 
@@ -167,6 +182,7 @@ class Link:
         """The peer introduced itself, first or in answer."""
         if self.hello is not None:
             if hello.incarnation == self.hello.incarnation:
+                self._suspect_until = None
                 self._refresh(hello, now)
             return
         if self.expected is not None and hello.incarnation != self.expected:
@@ -225,6 +241,31 @@ class Link:
         self.mailbox.send(self._table.local.message(answer=False))
         self.drop_path(now)
         self._changed()
+
+    def suspect(self, now: float) -> None:
+        """The connection dropped. The peer has ``Timeouts.connect`` to say hello again."""
+        if self.state is LinkState.UP and self._suspect_until is None:
+            self._suspect_until = now + self._ctx.timeouts.connect
+            self._hello_at, self._hello_interval = now, 0.02
+            self._ctx.counters.count("peers.suspected")
+            self._ctx.soon(self)
+
+    def _check_suspect(self, now: float) -> None:
+        assert self._suspect_until is not None
+        if now >= self._suspect_until:
+            self.fail(
+                PeerLostError(
+                    f"{self!r}: the connection dropped and nobody came back within "
+                    f"{self._ctx.timeouts.connect} s"
+                ),
+                now,
+            )
+            return
+        if now >= self._hello_at and self.mailbox.address:
+            self.mailbox.send(self._table.local.message(answer=False))
+            self._hello_at = now + self._hello_interval
+            self._hello_interval = min(self._hello_interval * 2, 0.5)
+        self._ctx.at(self, min(max(self._hello_at, now + 1e-3), self._suspect_until))
 
     def _connect(self, now: float) -> None:
         assert self.hello is not None
@@ -361,8 +402,7 @@ class Link:
         was_up = self.state is LinkState.UP
         self.error = error
         self.state = LinkState.FAILED
-        kind = error.kind if isinstance(error, TransportError) else ErrorKind.HANDSHAKE
-        self._ctx.counters.count(f"peers.failed.{kind.value}")
+        self._ctx.counters.count(f"peers.failed.{self.kind_of_failure().value}")
         if was_up:
             self._ctx.emit(PeerDown(peer=self.incarnation, reason=str(error)))
         self._end()

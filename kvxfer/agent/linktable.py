@@ -112,6 +112,12 @@ class LinkTable:
             else:
                 link.mailbox.send(self.local.message(answer=False))
 
+    def on_route_lost(self, route: Route, now: float) -> None:
+        """A connection dropped: the peer died, restarted, or the network did."""
+        for link in tuple(self._by_incarnation.values()):
+            if link.mailbox.route == route:
+                link.suspect(now)
+
     def on_bye(self, sender: str) -> None:
         link = self._by_incarnation.get(sender)
         if link is not None:

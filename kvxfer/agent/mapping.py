@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvxfer.core.layout import Layers, match_layers
+from kvxfer.core.layout import Layers
 from kvxfer.core.topology import (
     Ranks,
     Role,
@@ -145,6 +145,11 @@ class LinkLayers:
     regions: tuple[tuple[int, int], ...] = ()
     _subsets: dict[tuple[Role, frozenset[str]], Layers] = attrs.field(factory=dict)
 
+    def names(self, role: Role) -> frozenset[str]:
+        """Names of the layers of which something moves in that role."""
+        layers = self.as_consumer if role is Role.CONSUMER else self.as_producer
+        return frozenset(layer.name for layer in layers)
+
     def named(self, role: Role, names: frozenset[str] | None) -> Layers:
         """All layers, or those of ``names`` (their grouping is worked out once).
 
@@ -173,13 +178,14 @@ def match_link(caches: Caches, mine: Ranks, remote: Sequence[LayerRef], peer: Ra
     if not caches.layers or not remote:
         return LinkLayers()
     stages = mine.pp_size > 1 or peer.pp_size > 1
-    base = match_layers(caches.layers, remote, only_common=True)
-    index = {regions: i for i, regions in enumerate(base.regions)}
+    theirs = {layer.name: layer.region for layer in remote}
+    regions = tuple(sorted({(x.region, theirs[x.name]) for x in caches.layers if x.name in theirs}))
+    index = {pair: i for i, pair in enumerate(regions)}
     sides = []
     for role in (Role.CONSUMER, Role.PRODUCER):
         found = layers_between(caches.layers, remote, mine, peer, role=role, only_common=stages)
         moved = [attrs.evolve(x, pair=index[found.regions[x.pair]]) for x in found]
-        layers = Layers(moved, base.regions)
+        layers = Layers(moved, regions)
         _ = layers.shared  # raises now, at the handshake, for what cannot be mapped
         sides.append(layers)
-    return LinkLayers(sides[0], sides[1], base.regions)
+    return LinkLayers(sides[0], sides[1], regions)

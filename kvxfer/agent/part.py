@@ -12,6 +12,8 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
+import attrs
+
 from kvxfer.core.attempt import Attempt, AttemptState
 from kvxfer.core.batch import Batch
 from kvxfer.core.verdict import Action, EngineError, Op, Verdict
@@ -78,7 +80,7 @@ class Call:
         verdict = self.part.ctx.classifier.classify_exception(
             error, backend=self.part.backend, op=self.part.op
         )
-        self.failed(verdict, str(error), error.engine, now)
+        self.failed(attrs.evolve(verdict, drained=True), str(error), error.engine, now)
 
     def link_lost(self) -> None:
         if self.state in (_CallState.READY, _CallState.WAITING):
@@ -231,6 +233,9 @@ class Part:
         verdict = self.ctx.classifier.classify(error, op=self.op)
         if verdict.drained:
             attempt.mark_drained(f"rule {verdict.rule}")
+        elif attempt.drained:
+            # The transport knows better than the text: retry budgets depend on it.
+            verdict = attrs.evolve(verdict, drained=True)
         call.failed(verdict, str(error), error, now)
         self.ctx.soon(self._owner)
 

@@ -68,6 +68,11 @@ class Producer:
         """Ours."""
         return self.links.local.ranks
 
+    @property
+    def layer_names(self) -> frozenset[str]:
+        """The layers this rank has registered."""
+        return frozenset(layer.name for layer in self.links.local.caches.layers)
+
     # ---- holds -------------------------------------------------------------------------------
 
     def hold(

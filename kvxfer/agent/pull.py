@@ -94,6 +94,8 @@ class Pull:
         ]
         self._pin = pin
         self._specs: list[PullSpec] = []
+        self._covered = 0
+        """How many submits were checked: every layer they want is held by some producer rank."""
         self.complete_specs = False
         """The last submit has come."""
         self.error: TransferError | None = None
@@ -193,9 +195,10 @@ class Pull:
 
     def _move(self, now: float) -> None:
         """Turn submits into parts once the grant is there, and let them run."""
+        self._check_coverage()
         for source in self._sources:
             link = source.link
-            if link is None or not link.up or source.granted_until <= now:
+            if link is None or not link.knows_layers or source.granted_until <= now:
                 continue
             while source.planned < len(self._specs):
                 batch = self._plan(link, self._specs[source.planned])
@@ -204,6 +207,26 @@ class Pull:
                 source.parts.append(part)
                 source.planned += 1
                 part.start(now)
+
+    def _check_coverage(self) -> None:
+        """Once every producer rank is known: some of them must hold each layer that is wanted."""
+        if self._covered == len(self._specs):
+            return
+        links = [source.link for source in self._sources if source.read]
+        if not all(link is not None and link.knows_layers for link in links):
+            return
+        held = frozenset[str]().union(
+            *(link.layers.names(RankRole.CONSUMER) for link in links if link is not None)
+        )
+        for spec in self._specs[self._covered :]:
+            wanted = spec.layers if spec.layers is not None else self._consumer.layer_names
+            missing = sorted(wanted - held)
+            if missing and not spec.empty:
+                raise InvalidInputError(
+                    f"no producer rank holds the layers {missing[:5]} ({len(missing)} in all)",
+                    next_step="register equal layer names on both sides, on all pipeline stages",
+                )
+        self._covered = len(self._specs)
 
     def _plan(self, link: Link, spec: PullSpec) -> Batch:
         plan = plan_layers(
@@ -396,5 +419,4 @@ class Pull:
 
 
 def _as_transfer_error(error: KvxferError) -> TransferError:
-    kind = getattr(error, "kind", ErrorKind.INVALID)
-    return TransferError(error.message, kind=kind, next_step=error.next_step)
+    return TransferError(error.message, kind=error.kind, next_step=error.next_step)

@@ -22,7 +22,7 @@ from kvxfer.core.events import BlockIds, Failed, Role, Sent
 from kvxfer.core.layout import Blocks, Side, plan_layers
 from kvxfer.core.topology import Role as RankRole
 from kvxfer.core.verdict import Op
-from kvxfer.errors import ErrorKind, KvxferError, TransferError
+from kvxfer.errors import ErrorKind, InvalidInputError, KvxferError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +84,8 @@ class Push:
         self._specs: list[PushSpec] = []
         self._ready = 0
         """How many submits, from the first, have their data."""
+        self._covered = 0
+        """How many submits were checked: every layer they push is taken by some consumer rank."""
         self._payload: bytes | None = None
         self.error: TransferError | None = None
         self.draining: Draining | None = None
@@ -128,8 +130,7 @@ class Push:
                 self._move(now)
                 self._seal(now)
             except KvxferError as error:
-                kind = getattr(error, "kind", ErrorKind.INVALID)
-                self.fail(TransferError(str(error), kind=kind), now)
+                self.fail(TransferError(str(error), kind=error.kind), now)
             self._watch_deadlines(now)
         self._publish_if_over(now)
 
@@ -181,10 +182,31 @@ class Push:
                 return
             self._ready += 1
 
+    def _check_coverage(self) -> None:
+        """Once every consumer rank is known: some of them must take each layer that is pushed."""
+        links = [target.link for target in self._targets]
+        if self._covered == len(self._specs) or not all(
+            link is not None and link.knows_layers for link in links
+        ):
+            return
+        taken = frozenset[str]().union(
+            *(link.layers.names(RankRole.PRODUCER) for link in links if link is not None)
+        )
+        for spec in self._specs[self._covered :]:
+            wanted = spec.layers if spec.layers is not None else self._producer.layer_names
+            missing = sorted(wanted - taken)
+            if missing:
+                raise InvalidInputError(
+                    f"no consumer rank takes the layers {missing[:5]} ({len(missing)} in all)",
+                    next_step="register equal layer names on both sides, on all pipeline stages",
+                )
+        self._covered = len(self._specs)
+
     def _move(self, now: float) -> None:
+        self._check_coverage()
         for target in self._targets:
             link = target.link
-            if target.ref is None or link is None or not link.up:
+            if target.ref is None or link is None or not link.knows_layers:
                 continue
             while len(target.parts) < self._ready:
                 batch = self._plan(link, target, self._specs[len(target.parts)])

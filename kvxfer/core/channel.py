@@ -55,6 +55,13 @@ class Channel(ABC):
     def receive(self, budget: int = 256) -> list[Inbound]:
         """What arrived, at most ``budget`` messages, oversized ones dropped and counted."""
 
+    def lost_routes(self) -> list[Route]:
+        """Routes whose connection dropped since the last call. A dialled one comes back by itself.
+
+        A hint: a channel that cannot tell returns nothing.
+        """
+        return []
+
     @abstractmethod
     def wait(self, timeout: float) -> None:
         """Return once something arrived, ``wake`` was called, or ``timeout`` seconds passed."""
