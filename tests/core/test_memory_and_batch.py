@@ -1,0 +1,93 @@
+"""Spans of users' buffers, and batches."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.core.batch import Batch
+from kvxfer.core.memory import Span, span_of, storage_span
+from kvxfer.errors import ErrorKind, InvalidInputError, TransferError
+
+
+def test_span_of_arrays_and_buffers() -> None:
+    """A span covers exactly the extent of what was passed, and keeps it alive."""
+    array = np.zeros((4, 8), dtype=np.float32)
+    view = array[1:3, 2:]
+    span = span_of(view)
+    assert span.address == view.ctypes.data
+    assert span.nbytes == (8 + 6) * 4
+    assert storage_span(view).nbytes == array.nbytes
+    assert storage_span(view).covers(span)
+    data = bytearray(64)
+    assert span_of(data).nbytes == 64
+    assert span_of((4096, 10)) == Span(address=4096, nbytes=10)
+
+
+@pytest.mark.parametrize("bad", [np.zeros(0), np.zeros(4)[::-1], object(), (0, 5), b""])
+def test_what_is_no_memory_is_refused(bad: object) -> None:
+    """Bad input is named before anything is registered."""
+    with pytest.raises(InvalidInputError):
+        span_of(bad)
+
+
+def test_torch_storage_is_one_region() -> None:
+    """One Region per storage: layers that view one storage share a span; bf16 works."""
+    torch = pytest.importorskip("torch", reason="runs in the lane with torch")
+    storage = torch.zeros(4, 8, 16, dtype=torch.bfloat16)
+    spans = {storage_span(storage[i]) for i in range(4)}
+    assert len(spans) == 1
+    assert spans.pop().nbytes == storage.numel() * 2
+    assert span_of(storage[2]).address == storage[2].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "text"),
+    [
+        (([0], [0], [0], [0]), r"size\[0\] is 0, below 1"),
+        (([0], [-1], [0], [1]), r"local\[0\] is -1, below 0"),
+        (([0, 0], [0], [0], [1]), "lengths 2, 1, 1 and 1"),
+        (([0], [0.5], [0], [1]), "must hold integers"),
+        (([0], [2**63], [0], [1]), "outside int64"),
+    ],
+)
+def test_bad_batches_are_refused(vectors: tuple[list[int], ...], text: str) -> None:
+    """A batch cannot be made of vectors an engine would abort on."""
+    with pytest.raises(InvalidInputError, match=text):
+        Batch(*vectors)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), max_size=30),
+    max_pieces=st.integers(1, 8),
+    max_nbytes=st.integers(1, 200),
+)
+def test_cutting_moves_the_same_bytes(sizes: list[int], max_pieces: int, max_nbytes: int) -> None:
+    """Cut batches cover each byte once, in order, within both bounds."""
+    starts = np.cumsum([0, *sizes])[:-1] if sizes else []
+    batch = Batch(np.arange(len(sizes)) % 3, starts, np.asarray(starts) + 7, sizes)
+    cuts = batch.cut(max_pieces=max_pieces, max_nbytes=max_nbytes)
+    moved: list[tuple[int, int, int]] = []
+    for cut in cuts:
+        assert 0 < len(cut) <= max_pieces
+        assert cut.nbytes <= max_nbytes
+        for pair, local, remote, size in zip(*cut.lists(), strict=True):
+            moved += [(pair, local + i, remote + i) for i in range(size)]
+    wanted = [
+        (pair, local + i, remote + i)
+        for pair, local, remote, size in zip(*batch.lists(), strict=True)
+        for i in range(size)
+    ]
+    assert moved == wanted
+
+
+def test_exceptions_pickle_with_everything() -> None:
+    """Errors cross process boundaries whole."""
+    error = TransferError("late", kind=ErrorKind.TIMEOUT, next_step="wait longer")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "[timeout] late. wait longer"
+    assert again.kind is ErrorKind.TIMEOUT
