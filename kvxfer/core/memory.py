@@ -116,7 +116,8 @@ def storage_span(buffer: Any) -> Span:
         return _torch_device_span(buffer, storage.data_ptr(), storage.nbytes())
     if hasattr(buffer, "__array_interface__"):
         base = buffer
-        while hasattr(base.base, "__array_interface__"):
+        # Some owners of memory have an array interface without being arrays: they end the chain.
+        while hasattr(base.base, "strides"):
             base = base.base
         # A base may be smaller than its view (as_strided): keep whichever covers the other.
         inner, outer = _array_span(buffer), _array_span(base)

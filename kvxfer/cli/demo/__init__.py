@@ -1,0 +1,1 @@
+"""``kvxfer demo``: two processes, real KV-cache geometries, faults, and a verdict."""

@@ -1,0 +1,199 @@
+"""The parent: starts the two processes, is the router between them, and judges the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from kvxfer.cli.demo.plan import DemoPlan, Request
+from kvxfer.cli.demo.report import Report, show
+from kvxfer.core.plugins import load_backend
+from kvxfer.errors import ConfigError
+
+__all__ = ["Child", "Demo", "run"]
+
+_STALL = 60.0
+"""Seconds without any message after which the run is given up."""
+_FINISH = 60.0
+
+
+class Child:
+    """One process of the demo; its messages go into the shared inbox as (child, message)."""
+
+    def __init__(
+        self, plan: DemoPlan, role: str, inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]]
+    ) -> None:
+        self.role = role
+        self._inbox = inbox
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", f"kvxfer.cli.demo.{role}", json.dumps(plan.to_dict())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin: TextIO = self.process.stdin
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: TextIO) -> None:
+        with lines:
+            for line in lines:
+                self._inbox.put((self, json.loads(line)))
+        self._inbox.put((self, {"op": "gone", "status": self.process.wait()}))
+
+    def tell(self, **command: Any) -> None:
+        try:
+            self._stdin.write(json.dumps(command) + "\n")
+            self._stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # its reader reports that it is gone
+
+    def end(self) -> None:
+        """Close its stdin, which ends it, and reap it."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(10)
+
+
+class Demo:
+    """One run. ``report`` fills up while ``step`` is called."""
+
+    def __init__(self, plan: DemoPlan) -> None:
+        backend = load_backend(plan.backend)
+        if backend.name == "loopback":
+            raise ConfigError(
+                "the loopback backend reaches only its own process; the demo runs two",
+                next_step="use --backend shm",
+            )
+        self.plan = plan
+        self.requests = plan.make_requests()
+        self.report = Report(plan=plan)
+        self.inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]] = queue.SimpleQueue()
+        self._by_id = {r.transfer_id: r for r in self.requests}
+        self._next = 0
+        self._open: set[tuple[str, str]] = set()
+        self.prefill = Child(plan, "prefill", self.inbox)
+        self.decode = Child(plan, "decode", self.inbox)
+
+    def __enter__(self) -> Demo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.prefill.end()
+        self.decode.end()
+
+    @property
+    def over(self) -> bool:
+        return self._next == len(self.requests) and not self._open
+
+    def step(self, timeout: float = _STALL) -> dict[str, Any]:
+        """Take one message from a child and act on it.
+
+        Raises:
+            ConfigError: a child could not start.
+        """
+        try:
+            child, message = self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            self.report.problems.append(
+                f"nothing happened for {timeout:.0f} s; {len(self._open)} are open: "
+                f"{sorted(self._open)[:5]}"
+            )
+            return {"op": "stalled"}
+        match message["op"]:
+            case "offer":
+                self._route(self._by_id[message["id"]], message["offer"])
+            case "over":
+                self._open.discard((message["side"], message["id"]))
+                self.report.over(message)
+            case "quarantined":
+                self.report.problems.append(f"{message['id']} quarantined: {message['reason']}")
+            case "final":
+                self.report.final(child.role, message)
+        self._feed()
+        return message
+
+    def start(self) -> None:
+        """Wait for both children, then send the first requests."""
+        waiting = {self.prefill.role, self.decode.role}
+        while waiting:
+            child, message = self.inbox.get(timeout=_STALL)
+            if message["op"] == "gone":
+                raise ConfigError(
+                    f"the {child.role} process could not start (exit status {message['status']})",
+                    next_step=f"see its message above; is the backend {self.plan.backend} usable?",
+                )
+            waiting.discard(child.role)
+        self.report.began = time.monotonic()
+        self._feed()
+
+    def _feed(self) -> None:
+        while self._next < len(self.requests) and len(self._open) < 2 * self.plan.in_flight:
+            request = self.requests[self._next]
+            self._next += 1
+            self._open |= {("prefill", request.transfer_id), ("decode", request.transfer_id)}
+            self.report.begun(request)
+            self.prefill.tell(
+                op="prefill",
+                id=request.transfer_id,
+                index=request.index,
+                blocks=request.blocks,
+                early=request.early,
+            )
+
+    def _route(self, request: Request, offer: str) -> None:
+        self.decode.tell(
+            op="decode",
+            id=request.transfer_id,
+            index=request.index,
+            blocks=request.blocks,
+            prefix=request.prefix,
+            action=request.action.value,
+            offer=offer,
+        )
+        if request.early:
+            # Decode has answered long before: what the worker is told now comes too late.
+            timer = threading.Timer(
+                0.3, lambda: self.prefill.tell(op="execute", id=request.transfer_id)
+            )
+            timer.daemon = True
+            timer.start()
+
+    def finish(self) -> None:
+        """Have both children finish, and collect what they count."""
+        self.report.ended = time.monotonic()
+        self.prefill.tell(op="finish")
+        self.decode.tell(op="finish")
+        end = time.monotonic() + _FINISH
+        while len(self.report.finals) < 2:
+            message = self.step(timeout=max(0.1, end - time.monotonic()))
+            if message["op"] in ("stalled", "gone"):
+                self.report.problems.append("a process did not finish")
+                return
+
+
+def run(plan: DemoPlan, *, as_json: bool) -> int:
+    """The whole demo; returns the exit status."""
+    with Demo(plan) as demo, show(demo.report, as_json=as_json) as progress:
+        demo.start()
+        while not demo.over:
+            message = demo.step()
+            progress.update()
+            if message["op"] in ("stalled", "gone"):
+                demo.report.problems.append(f"the run was given up: {message}")
+                break
+        demo.finish()
+    return progress.conclude()

@@ -1,0 +1,107 @@
+"""Arguments and dispatch; each command's work is in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvxfer.cli.demo.geometry import GEOMETRIES
+from kvxfer.cli.demo.plan import FAULT_LEVELS, Sabotage
+from kvxfer.errors import KvxferError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 all held, 1 something did not, 2 bad usage."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except KvxferError as error:
+        sys.stderr.write(f"kvxfer: {error}\n")
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer", description="Moves KV-cache blocks between prefill and decode workers."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="move blocks between two processes, with faults"))
+    plugins = commands.add_parser("plugins", help="list backends, classifiers and retry policies")
+    plugins.add_argument("--load", action="store_true", help="import each of them as well")
+    plugins.set_defaults(run=_plugins)
+    sim = commands.add_parser("sim", help="simulate agents in virtual time, one seed after another")
+    sim.add_argument("--seed", type=int, default=0, help="the first seed")
+    sim.add_argument("--seeds", type=int, default=10, help="how many seeds")
+    sim.add_argument("--transfers", type=int, default=200, help="transfers per seed")
+    sim.set_defaults(run=_sim)
+    return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.description = (
+        "Starts a prefill and a decode process with KV caches of a real model's geometry, sends a "
+        "stream of requests through them while faults are injected, checks every byte and every "
+        "block, and says whether all promises held: exit status 0 if so."
+    )
+    demo.add_argument("--backend", default="shm", help="an installed backend (kvxfer plugins)")
+    demo.add_argument("--requests", type=int, default=400)
+    demo.add_argument("--model", choices=sorted(GEOMETRIES), default="llama-3.1-8b")
+    demo.add_argument("--faults", choices=sorted(FAULT_LEVELS), default="default")
+    demo.add_argument("--seed", type=int, default=1)
+    demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    demo.add_argument(
+        "--sabotage",
+        choices=[s.value for s in Sabotage],
+        help="break one promise on purpose: the demo must notice and exit non-zero",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from kvxfer.cli.demo.driver import run
+    from kvxfer.cli.demo.plan import DemoPlan
+
+    plan = DemoPlan(
+        backend=arguments.backend,
+        requests=arguments.requests,
+        model=arguments.model,
+        faults=arguments.faults,
+        seed=arguments.seed,
+        sabotage=None if arguments.sabotage is None else Sabotage(arguments.sabotage),
+    )
+    return run(plan, as_json=arguments.json)
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    from kvxfer.core.plugins import PluginGroup, list_plugins
+
+    broken = 0
+    for group in PluginGroup:
+        sys.stdout.write(f"{group.value}\n")
+        for info in list_plugins(group, load=arguments.load):
+            broken += info.error is not None
+            problem = f"  PROBLEM: {info.error}" if info.error else ""
+            sys.stdout.write(f"  {info.name:<12} {info.distribution} {info.target}{problem}\n")
+    return 1 if broken else 0
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    from kvxfer.testing.sim import SimConfig, run
+
+    failed = 0
+    config = SimConfig(transfers=arguments.transfers)
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        report = run(seed, config)
+        failed += bool(report.violations)
+        outcomes = ", ".join(f"{k} {n}" for k, n in sorted(report.outcomes.items()))
+        sys.stdout.write(
+            f"seed {seed}: {len(report.violations)} violations, {report.steps} steps, "
+            f"{report.seconds:.1f} simulated seconds; {outcomes}\n"
+        )
+        for violation in report.violations[:10]:
+            sys.stdout.write(f"  {violation}\n")
+    return 1 if failed else 0
