@@ -920,9 +920,9 @@ def _default_timeouts() -> Timeouts:
 
 
 def _default_retry() -> RetryPolicy:
-    from kvxfer.policies.retry import default_policy
+    from kvxfer.policies.retry import load_policy
 
-    return default_policy()
+    return load_policy()
 
 
 def _default_classifier() -> ClassifierRegistry:

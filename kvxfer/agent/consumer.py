@@ -159,7 +159,7 @@ class Consumer:
         if offer.transfer_id in self.pulls:
             self.abort(offer.transfer_id, now)
             return
-        until = now + max(offer.lease, self._ctx.timeouts.ack)
+        until = now + offer.lease
         for endpoint in offer.endpoints:
             self.links.mailboxes.dial(endpoint.address).mail(
                 wire.Decline(offer.ref(endpoint), ranks_to_wire(self.ranks)), now=now, until=until

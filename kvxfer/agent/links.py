@@ -27,6 +27,7 @@ from kvxfer.errors import (
     StaleError,
     TransportError,
 )
+from kvxfer.policies.timeouts import Phase
 
 if TYPE_CHECKING:
     from kvxfer.agent.caches import Caches
@@ -299,7 +300,9 @@ class Link:
     def _connect_failed(self, error: KvxferError, now: float) -> None:
         """Try again as the retry policy says, until the connect deadline."""
         if self._connect_run is None:
-            self._connect_run = self._ctx.retry.start(now, self._deadline, self._ctx.rng)
+            self._connect_run = self._ctx.retry.start(
+                now, self._deadline, self._ctx.rng, phase=Phase.CONNECT
+            )
         at = self._again(self._connect_run, error, now)
         if at is None:
             self.fail(error, now)
@@ -364,7 +367,9 @@ class Link:
     def _prepare_failed(self, error: KvxferError, now: float) -> None:
         state = self.paths
         if state.run is None:
-            state.run = self._ctx.retry.start(now, state.deadline, self._ctx.rng)
+            state.run = self._ctx.retry.start(
+                now, state.deadline, self._ctx.rng, phase=Phase.CONNECT
+            )
         at = self._again(state.run, error, now)
         if at is None:
             self.fail(error, now)

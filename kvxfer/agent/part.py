@@ -230,12 +230,9 @@ class Part:
 
     def _attempt_failed(self, call: Call, attempt: Attempt, now: float) -> None:
         error = attempt.error or EngineError(backend=self.backend, message="failed without a word")
-        verdict = self.ctx.classifier.classify(error, op=self.op)
-        if verdict.drained:
-            attempt.mark_drained(f"rule {verdict.rule}")
-        elif attempt.drained:
-            # The transport knows better than the text: retry budgets depend on it.
-            verdict = attrs.evolve(verdict, drained=True)
+        # What the text proves of one engine call says nothing of an attempt that was several: the
+        # transport alone tells whether the attempt is drained.
+        verdict = self.ctx.classifier.classify_attempt(attempt)
         call.failed(verdict, str(error), error, now)
         self.ctx.soon(self._owner)
 

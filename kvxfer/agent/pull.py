@@ -383,7 +383,7 @@ class Pull:
 
     def _release(self, *, ok: bool, now: float) -> None:
         """Tell every producer rank that we are finished; until confirmed or the lease ends."""
-        until = now + max(self.offer.lease, self._ctx.timeouts.ack)
+        until = now + self.offer.lease
         for source in self._sources:
             try:
                 box = self._mailbox(source)

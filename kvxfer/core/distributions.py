@@ -107,19 +107,17 @@ def _file(stem: str, info: str, read: _Reader) -> EntryPointFile:
     name, _, version = os.path.splitext(stem)[0].partition("-")
     version = re.sub(r"-py\d.*", "", version)  # eggs name the Python as well
     source = f"{info}/entry_points.txt"
+    text = problem = ""
     try:
         text = read("entry_points.txt")
     except (KeyError, FileNotFoundError, NotADirectoryError):
         return EntryPointFile(distribution=name, version=version)  # most have none
     except (OSError, UnicodeDecodeError) as error:
-        return EntryPointFile(
-            distribution=name,
-            version=version,
-            source=source,
-            problem=f"{source} cannot be read: {error}",
-        )
+        problem = f"{source} cannot be read: {error}"
     name, version = _as_spelled(read, name, version)
-    return EntryPointFile(distribution=name, version=version, source=source, text=text)
+    return EntryPointFile(
+        distribution=name, version=version, source=source, text=text, problem=problem
+    )
 
 
 def _as_spelled(read: _Reader, name: str, version: str) -> tuple[str, str]:

@@ -37,6 +37,7 @@ __all__ = [
     "PluginGroup",
     "PluginInfo",
     "create_transport",
+    "default_catalog",
     "list_plugins",
     "load_backend",
     "load_plugin",
@@ -337,6 +338,11 @@ def _arrange(rows: list[_Found]) -> list[_Found]:
 # ---- the catalog of this process -------------------------------------------------------------
 
 _catalog = PluginCatalog()
+
+
+def default_catalog() -> PluginCatalog:
+    """The catalog behind the functions below: ``sys.path`` of this process."""
+    return _catalog
 
 
 def list_plugins(group: PluginGroup | str, *, load: bool = False) -> list[PluginInfo]:

@@ -1,0 +1,1 @@
+"""A kvxfer plug-in from another distribution."""
