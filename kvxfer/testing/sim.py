@@ -24,11 +24,21 @@ from kvxfer.agent import Agent, AgentConfig
 from kvxfer.agent.config import Progress
 from kvxfer.backends.loopback import LoopbackTransport
 from kvxfer.core.channel import Channel, Inbound, Route
-from kvxfer.core.events import Declined, Drained, Event, Expired, Failed, Quarantined, Received
-from kvxfer.core.events import Role, Sent
+from kvxfer.core.events import (
+    Declined,
+    Drained,
+    Event,
+    Expired,
+    Failed,
+    Quarantined,
+    Received,
+    Role,
+    Sent,
+)
 from kvxfer.core.layout import Blocks, KVLayout
 from kvxfer.core.offer import Offer
 from kvxfer.core.verdict import EngineError
+from kvxfer.errors import KvxferError
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.clock import FakeClock
 from kvxfer.testing.faults import Fault, FaultKind, FaultPlan, FaultPoint
@@ -51,6 +61,8 @@ _SAID = {
     }.items()
 }
 """What the faulty engine says: real texts, so that the real rules decide."""
+_STEPS_PER_TRANSFER = 400
+"""About twenty are usual; beyond this somebody spins."""
 _LONGEST = 60.0
 """No transfer, with all its phases, may take longer than this in simulated seconds."""
 
@@ -80,6 +92,8 @@ class SimConfig:
     abort: float = 0.05
     decline: float = 0.05
     kill: float = 0.01
+    lose_offer: float = 0.02
+    """The router loses it: nobody reads, the hold must expire."""
 
 
 @attrs.define
@@ -119,9 +133,7 @@ class SimNetwork:
             if target is None or self._roll(self._config.lose, "lost"):
                 continue
             at = self.clock.now() + self._rng.expovariate(1 / self._config.delay)
-            heapq.heappush(
-                self._flying, (at, next(self._serial), target, Inbound(route, data))
-            )
+            heapq.heappush(self._flying, (at, next(self._serial), target, Inbound(route, data)))
 
     def _roll(self, chance: float, name: str) -> bool:
         hit = self._rng.random() < chance
@@ -211,7 +223,7 @@ class _Node:
             ),
             timeouts=_TIMEOUTS,
             clock=world.clock,
-            rng=random.Random(world.rng.random()),  # noqa: S311
+            rng=random.Random(world.rng.random()),
             channel=world.network.channel(),
             incarnation=f"a-{name}",
         )
@@ -247,18 +259,27 @@ class _Node:
 class _World:
     def __init__(self, seed: int, config: SimConfig) -> None:
         self.config = config
-        self.rng = random.Random(seed)  # noqa: S311
+        self.rng = random.Random(seed)
         self.clock = FakeClock()
         self.network = SimNetwork(self.clock, self.rng, config)
         self.report = SimReport(seed=seed)
         self.names = itertools.count()
+        self.all_nodes: list[_Node] = []
+        self.received: set[str] = set()
         self.producers = [self.node("p") for _ in range(config.producers)]
         self.consumers = [self.node("c") for _ in range(config.consumers)]
         self.agenda: list[tuple[float, int, Any]] = []
         self.serial = itertools.count()
 
     def node(self, role: str) -> _Node:
-        return _Node(self, f"{role}{next(self.names)}")
+        node = _Node(self, f"{role}{next(self.names)}")
+        self.all_nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        """Let go of everything, also after a run that ended in an exception."""
+        for node in self.all_nodes:
+            node.transport.close(0.0)
 
     def post_faults(self) -> dict[Fault, float]:
         return {
@@ -285,7 +306,8 @@ class _World:
         offer = producer.agent.hold(transfer_id, Blocks.at(0, ids))
         producer.open[transfer_id] = self.clock.now()
         text = offer.to_json()
-        self.later(self.rng.expovariate(5.0), lambda: self.decode(Offer.from_json(text)))
+        if self.rng.random() >= self.config.lose_offer:
+            self.later(self.rng.expovariate(5.0), lambda: self.decode(Offer.from_json(text)))
         if self.rng.random() < self.config.kill:
             self.later(self.rng.random(), lambda: self.kill(producer))
 
@@ -300,7 +322,11 @@ class _World:
             if tries:
                 self.later(0.2, lambda: self.decode(offer, tries - 1))
             return
-        consumer.agent.pull(offer, Blocks.at(0, ids))
+        try:
+            consumer.agent.pull(offer, Blocks.at(0, ids))
+        except KvxferError as error:
+            self.violation(f"{transfer_id}: pull was refused: {error}")
+            return
         consumer.open[transfer_id] = self.clock.now()
         if self.rng.random() < self.config.abort:
             self.later(self.rng.expovariate(5.0), lambda: consumer.agent.abort(transfer_id))
@@ -331,6 +357,9 @@ class _World:
             ids = node.used[transfer_id]
             if (node.memory[ids] != _content(transfer_id, len(ids))).any():
                 self.violation(f"{transfer_id}: received wrong bytes")
+            self.received.add(transfer_id)
+        if isinstance(event, Expired) and transfer_id in self.received:
+            self.violation(f"{transfer_id}: was received, but the producer never learnt it")
         if isinstance(event, Failed) and event.role is Role.CONSUMER and not event.drained:
             return  # Drained or Quarantined follows
         if isinstance(event, Quarantined):
@@ -358,7 +387,8 @@ class _World:
                 idle_until = self.clock.now() + 2 * _TIMEOUTS.ack
             elif self.clock.now() >= idle_until:
                 break
-            if self.clock.now() > 600 + self.config.transfers:
+            steps = _STEPS_PER_TRANSFER * (self.config.transfers + 20)
+            if self.clock.now() > 600 + self.config.transfers or self.report.steps > steps:
                 self.violation(f"not over: {[n.open for n in nodes]} {[n.used for n in nodes]}")
                 break
             self._advance(nodes)
@@ -394,7 +424,6 @@ class _World:
                 self.violation(f"{node.agent}: {_BLOCKS - len(node.free)} blocks leaked")
             for name, count in node.transport.counters.items():
                 self.report.count(self.report.faults, name, count)
-            node.agent.close(0.0)
         self.report.faults.update(self.network.counts)
         self.report.seconds = self.clock.now()
 
@@ -406,4 +435,8 @@ def _content(transfer_id: str, blocks: int) -> np.ndarray[Any, np.dtype[np.uint8
 
 def run(seed: int, config: SimConfig | None = None) -> SimReport:
     """One whole run; about 200 transfers a second."""
-    return _World(seed, config or SimConfig()).run()
+    world = _World(seed, config or SimConfig())
+    try:
+        return world.run()
+    finally:
+        world.close()
