@@ -624,6 +624,9 @@ class Agent:
 
     def _refuse(self, order: o.Order, error: KvxferError) -> None:
         consumer = isinstance(order, (o.PullOrder, o.AcceptOrder))
+        blocks: tuple[tuple[int, ...], ...] = ()
+        if isinstance(order, (o.PullOrder, o.AcceptOrder)):
+            blocks = tuple(tuple(ids.tolist()) for ids in destinations(order.blocks))
         transfer_id = (
             order.offer.transfer_id
             if isinstance(order, (o.PullOrder, o.DeclineOrder))
@@ -635,6 +638,7 @@ class Agent:
                 role=Role.CONSUMER if consumer else Role.PRODUCER,
                 kind=ErrorKind.INVALID,
                 error=TransferError(str(error), kind=ErrorKind.INVALID),
+                blocks=blocks,
                 drained=True,
             )
         )

@@ -432,8 +432,7 @@ class Link:
         self._ctx.forget(self)
         self._changed()
         self._waiters.clear()
-        self.mailbox.users -= 1
-        self._ctx.soon(self.mailbox)  # drops itself once nothing is unconfirmed
+        self.mailbox.link_ended()
 
     def kind_of_failure(self) -> ErrorKind:
         """For transfers that depended on this link."""

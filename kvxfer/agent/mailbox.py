@@ -61,6 +61,20 @@ class Mailbox:
         if not len(self.outbox) and not self.users:
             self._owner.drop(self)
 
+    def link_ended(self) -> None:
+        """One link less uses it.
+
+        A route that the peer dialled ends with its link: nobody can be reached on it again, so
+        what is unconfirmed is given up.  On a dialled one it goes on being sent until it is too
+        old: a release must arrive even if the link failed.
+        """
+        self.users -= 1
+        if not self.address and not self.users:
+            self._ctx.counters.count("messages.undeliverable", len(self.outbox))
+            self._owner.drop(self)
+        else:
+            self._ctx.soon(self)
+
     def moved(self, route: Route, now: float) -> None:
         """The peer's connection came back on another route."""
         if route != self.route:
@@ -69,6 +83,8 @@ class Mailbox:
 
     def step(self, now: float) -> None:
         """Re-send what is due."""
+        if not self._owner.has(self):
+            return
         self._ctx.transmit(self.route, self.outbox.due(now))
         if len(self._on_confirm) > 2 * len(self.outbox) + 16:
             self._on_confirm = {m: c for m, c in self._on_confirm.items() if m in self.outbox}
@@ -117,6 +133,10 @@ class Mailboxes:
             self._check_room()
             box = self._by_route[route] = Mailbox(self, self._ctx, route, "")
         return box
+
+    def has(self, box: Mailbox) -> bool:
+        """False once it was dropped."""
+        return self._by_route.get(box.route) is box
 
     def get(self, route: Route) -> Mailbox | None:
         return self._by_route.get(route)
