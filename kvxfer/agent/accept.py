@@ -226,6 +226,7 @@ class Accepting:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[w.link for w in self._writers.values() if not w.drained],
+                peers_write=True,
                 is_drained=self._drained,
                 on_fenced=self._fenced,
                 free=lambda _now: self._end(),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvxfer.core.channel import Channel
-    from kvxfer.core.control_config import ControlConfig
+    from kvxfer.core.control_config import ChannelAuth, ControlConfig
     from kvxfer.core.transport import Transport
     from kvxfer.policies.classify import ClassifierRegistry
     from kvxfer.policies.retry import RetryPolicy
@@ -68,6 +68,7 @@ class Agent:
             whose caches hold all heads.
         config, control, timeouts: see their classes.
         retry, classifier: strategies; by default the ones of the entry points.
+        auth: configures the control channel's sockets; None is no authentication.
         clock, rng, channel: what the simulator replaces.
         on_event: called with every event on the progress thread as it happens; must not wait.
 
@@ -89,6 +90,7 @@ class Agent:
         clock: Clock | None = None,
         rng: random.Random | None = None,
         channel: Channel | None = None,
+        auth: ChannelAuth | None = None,
         incarnation: str | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
@@ -106,7 +108,7 @@ class Agent:
         self._pump: Pump | None = None
         self._transports = _transports(backend)
         try:
-            self._channel = channel or _channel(control)
+            self._channel = channel or _channel(control, auth)
         except BaseException:
             for transport in self._transports:
                 transport.close(0.0)
@@ -223,11 +225,19 @@ class Agent:
             self._engine.consumer.caches_changed(new.blocks_per_group)
             self._engine.links.caches_changed(now)
 
-        self._call(change)
-        for transport in self._transports:
-            for region in old.regions.get(transport.name, ()):
-                transport.deregister(region)
+        try:
+            self._call(change)
+        except BaseException:
+            self._caches = old
+            self._deregister(new)
+            raise
+        self._deregister(old)
         return new
+
+    def _deregister(self, caches: Caches) -> None:
+        for transport in self._transports:
+            for region in caches.regions.get(transport.name, ()):
+                transport.deregister(region)
 
     def connect(self, peers: Iterable[str | Endpoint]) -> None:
         """Begin to reach peers before they are needed. Never waits; ``PeerUp`` says it worked.
@@ -911,10 +921,10 @@ def _transports(backend: str | Transport | Sequence[str | Transport]) -> list[Tr
     return made
 
 
-def _channel(control: ControlConfig | None) -> Channel:
+def _channel(control: ControlConfig | None, auth: ChannelAuth | None) -> Channel:
     from kvxfer.core.control import ZmqChannel
 
-    return ZmqChannel(control)
+    return ZmqChannel(control, auth=auth)
 
 
 def _default_timeouts() -> Timeouts:

@@ -26,6 +26,8 @@ class Draining:
     Until ``Timeouts.drain`` has passed it waits for proof.  Then it asks for a fence of the peers
     concerned.  What neither proves goes into quarantine, and leaves it when the proof arrives
     after all, or by ``reclaim``.
+
+    ``peers_write``: it is the peers that write into our memory (WRITE, consumer side).
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Draining:
         handle: TransferHandle,
         blocks: BlockIds,
         links: Sequence[Link],
+        peers_write: bool,
         is_drained: Callable[[], bool],
         on_fenced: Callable[[], None],
         free: Callable[[float], None],
@@ -47,6 +50,7 @@ class Draining:
         self.handle = handle
         self._blocks = blocks
         self._links = links
+        self._peers_write = peers_write
         self._is_drained = is_drained
         self._on_fenced = on_fenced
         self._free = free
@@ -101,7 +105,13 @@ class Draining:
         self._fences = []
         for link in self._links:
             if link.transport is None or link.peer is None:
-                continue  # never connected: nothing was ever posted through it
+                # Never connected from here, so nothing of ours was posted. A peer that writes
+                # needs no connection of ours: then there is nothing that we could fence.
+                if self._peers_write:
+                    self._reasons.append(
+                        f"no connection to {link.incarnation} that could be fenced"
+                    )
+                continue
             self._fences.append(link.transport.fence(link.peer))
             self._ctx.counters.count("fences.begun")
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvxfer.agent.context import Context
     from kvxfer.agent.hello import LocalHello
+    from kvxfer.core.attempt import Attempt
     from kvxfer.core.channel import Inbound
     from kvxfer.core.transport import Transport
 
@@ -43,6 +44,9 @@ class Engine:
         self.consumer = Consumer(ctx, self.links)
         self.producer = Producer(ctx, self.links, self.consumer.quarantine)
         self._inbox = Inbox()
+        # Taken and not looked at yet: what follows a bug in one of them is not lost.
+        self._attempts: collections.deque[Attempt] = collections.deque()
+        self._inbound: collections.deque[Inbound] = collections.deque()
         self._orders: collections.deque[Callable[[float], None]] = collections.deque()
 
     def order(self, order: Callable[[float], None]) -> None:
@@ -57,15 +61,18 @@ class Engine:
         for transport in self.transports:
             changed = transport.progress(_BUDGET)
             more = more or len(changed) == _BUDGET
-            for attempt in changed:
-                if isinstance(attempt.tag, Call):
-                    attempt.tag.part.on_attempt(attempt, now)
+            self._attempts.extend(changed)
+        while self._attempts:
+            attempt = self._attempts.popleft()
+            if isinstance(attempt.tag, Call):
+                attempt.tag.part.on_attempt(attempt, now)
         for route in self.ctx.channel.lost_routes():
             self.links.on_route_lost(route, now)
         inbound = self.ctx.channel.receive(_BUDGET)
         more = more or len(inbound) == _BUDGET
-        for message in inbound:
-            self._receive(message, now)
+        self._inbound.extend(inbound)
+        while self._inbound:
+            self._receive(self._inbound.popleft(), now)
         self.ctx.run_due(now)
         if more or self._orders:
             return now

@@ -357,6 +357,7 @@ class Pull:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[s.link for s in self._sources if s.link is not None],
+                peers_write=False,
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
                 free=self._drained_at_last,

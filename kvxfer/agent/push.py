@@ -330,6 +330,7 @@ class Push:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[t.link for t in self._targets if t.link is not None],
+                peers_write=False,
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
                 free=lambda at: self._drained_at_last(error, at),

@@ -65,13 +65,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     from kvxfer.cli.demo.driver import run
     from kvxfer.cli.demo.plan import DemoPlan
 
+    sabotage = None if arguments.sabotage is None else Sabotage(arguments.sabotage)
     plan = DemoPlan(
         backend=arguments.backend,
         requests=arguments.requests,
         model=arguments.model,
         faults=arguments.faults,
         seed=arguments.seed,
-        sabotage=None if arguments.sabotage is None else Sabotage(arguments.sabotage),
+        sabotage=sabotage,
+        # Where releases are lost on purpose, the run lasts as long as a lease.
+        lease=3.0 if sabotage is Sabotage.DROP_RELEASE else 10.0,
     )
     return run(plan, as_json=arguments.json)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, TextIO
+from typing import IO, Any
 
 from kvxfer.cli.demo.plan import DemoPlan, Request
 from kvxfer.cli.demo.report import Report, show
@@ -39,11 +39,11 @@ class Child:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self._stdin: TextIO = self.process.stdin
+        self._stdin: IO[str] = self.process.stdin
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
         self._reader.start()
 
-    def _read(self, lines: TextIO) -> None:
+    def _read(self, lines: IO[str]) -> None:
         with lines:
             for line in lines:
                 self._inbox.put((self, json.loads(line)))

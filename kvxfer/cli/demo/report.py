@@ -148,7 +148,6 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """The final table."""
         d = self.to_dict()
-        listed = lambda t: ", ".join(f"{k} {n}" for k, n in sorted(t.items()) if n) or "none"  # noqa: E731
         return [
             ("backend", d["backend"]),
             ("model", d["model"]),
@@ -157,17 +156,21 @@ class Report:
                 f"{d['layers']} of {d['layers_of_model']} layers, {d['blocks']} blocks of "
                 f"{d['block_nbytes'] >> 10} KiB (scaled to memory)",
             ),
-            ("requests", listed(d["requests"])),
-            ("ended, decode", listed(d["outcomes"]["decode"])),
-            ("ended, prefill", listed(d["outcomes"]["prefill"])),
+            ("requests", _listed(d["requests"])),
+            ("ended, decode", _listed(d["outcomes"]["decode"])),
+            ("ended, prefill", _listed(d["outcomes"]["prefill"])),
             ("bytes moved", f"{d['bytes']:,} in {d['seconds']} s"),
             ("GiB/s", f"{d['gib_per_s']} (filling and checking every byte included)"),
-            ("retries by kind", listed(d["retries"])),
-            ("ACKs by result", listed(d["acks"])),
-            ("faults injected", listed(d["faults"])),
+            ("retries by kind", _listed(d["retries"])),
+            ("ACKs by result", _listed(d["acks"])),
+            ("faults injected", _listed(d["faults"])),
             ("blocks leaked", str(d["blocks_leaked"])),
             ("bytes wrong", str(d["bytes_wrong"])),
         ]
+
+
+def _listed(table: dict[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in sorted(table.items()) if n) or "none"
 
 
 class _Plain:
