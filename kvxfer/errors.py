@@ -106,7 +106,9 @@ class KvxferError(Exception):
 
 
 def _rebuild(cls: type[KvxferError], message: str, state: dict[str, Any]) -> KvxferError:
-    error = cls.__new__(cls)
+    # The first __new__ in the MRO of a ConnectionError of ours is RuntimeError's, which refuses.
+    new = OSError.__new__ if issubclass(cls, OSError) else cls.__new__
+    error: KvxferError = new(cls)
     Exception.__init__(error, message)
     error.__dict__.update(state)
     return error

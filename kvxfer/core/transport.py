@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import collections
 import secrets
+import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 import attrs
 import numpy as np
@@ -23,9 +24,9 @@ import numpy as np
 from kvxfer.core.attempt import Accepted, Attempt, AttemptState
 from kvxfer.core.capabilities import Capabilities
 from kvxfer.core.memory import Descriptor, Region, Span
-from kvxfer.core.pollable import Pollable
+from kvxfer.core.pollable import Pollable, Ready
 from kvxfer.core.verdict import EngineError, Op
-from kvxfer.errors import ClosedError, InvalidInputError, RegionBusyError, StaleError
+from kvxfer.errors import ClosedError, InvalidInputError, KvxferError, RegionBusyError, StaleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kvxfer.core.batch import Batch
 
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -135,6 +138,31 @@ class Path:
                 )
 
 
+class _UntilClosed(Pollable[T]):
+    """A backend's answer, or ours once the transport is closed: nobody waits for ever."""
+
+    def __init__(
+        self,
+        pollable: Pollable[T],
+        transport: Transport,
+        otherwise: Callable[[], tuple[T | None, KvxferError | None]],
+    ) -> None:
+        self._pollable = pollable
+        self._transport = transport
+        self._otherwise = otherwise
+        self._answer: tuple[T | None, KvxferError | None] = (None, None)
+        self._lock = threading.Lock()
+
+    def poll(self) -> tuple[T | None, KvxferError | None]:
+        with self._lock:
+            if self._answer == (None, None):
+                closed = self._transport.closed  # first: what is answered until then counts
+                self._answer = self._pollable.poll()
+                if closed and self._answer == (None, None):
+                    self._answer = self._otherwise()
+            return self._answer
+
+
 class Transport(ABC):
     """One engine of one process, from construction (bound and reachable) to ``close``."""
 
@@ -148,6 +176,7 @@ class Transport(ABC):
         self._changed: collections.deque[Attempt] = collections.deque()
         self._waker: Callable[[], None] | None = None
         self._paths: set[Path] = set()
+        self._registered: set[Region] = set()
 
     # ---- what a backend author writes -----------------------------------------------------
 
@@ -191,8 +220,6 @@ class Transport(ABC):
 
     def _fence(self, peer: Peer) -> Pollable[Fence]:
         """Prove that nothing of ``peer`` lands any more. Default: this engine cannot."""
-        from kvxfer.core.pollable import Ready
-
         return Ready(Fence(done=False, reason=f"{self.name} has no fence"))
 
     def _advance(self, budget: int) -> None:
@@ -230,7 +257,9 @@ class Transport(ABC):
             TransportError: the engine refused.
         """
         self._check_open()
-        return self._register(span)
+        region = self._register(span)
+        self._registered.add(region)
+        return region
 
     @final
     def deregister(self, region: Region) -> None:
@@ -241,6 +270,20 @@ class Transport(ABC):
         Raises:
             RegionBusyError: an attempt that is not drained still uses the region.
         """
+        if region not in self._registered:
+            return
+        # A post marks its region as used, then looks whether it is registered; here it is the other
+        # way round.  So one of the two notices the other, whatever the order.
+        self._registered.discard(region)
+        try:
+            self._check_idle(region)
+            if not self.closed:
+                self._deregister(region)
+        except BaseException:
+            self._registered.add(region)
+            raise
+
+    def _check_idle(self, region: Region) -> None:
         # An attempt drains a moment before its path hears of it: ask the attempt.
         busy = sum(
             not attempt.drained and self._uses(attempt, region)
@@ -253,8 +296,6 @@ class Transport(ABC):
                 f"{region.span.address:#x} ({region.nbytes} bytes)",
                 next_step="wait until they are drained, or fence the peer",
             )
-        if not self.closed:
-            self._deregister(region)
 
     @staticmethod
     def _uses(attempt: Attempt, region: Region) -> bool:
@@ -262,20 +303,28 @@ class Transport(ABC):
 
     @final
     def connect(self, info: PeerInfo) -> Pollable[Peer]:
-        """Reach a peer. The error is a ``HandshakeError``, ``PeerLostError`` or another of ours."""
+        """Reach a peer: the answer is a ``Peer`` only if that incarnation was found alive.
+
+        Otherwise it is a ``HandshakeError``, ``PeerLostError`` or another error of ours, also for
+        ``info`` that was damaged on its way.
+
+        Raises:
+            InvalidInputError: ``info`` is of another transport.
+        """
         self._check_open()
         if info.transport != self.name:
             raise InvalidInputError(
                 f"a {self.name} transport cannot connect to a {info.transport} peer"
             )
-        return self._connect(info)
+        return _UntilClosed(self._connect(info), self, self._closed_answer)
 
     @final
     def prepare(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> Pollable[Path]:
         """Prepare posts between local regions and the peer's descriptors, many at once.
 
         Raises:
-            StaleError: the peer is closed, or a descriptor is of another incarnation of it.
+            StaleError: the peer is closed, a descriptor is of another incarnation of it, or a
+                region is not registered here (any more).
             InvalidInputError: no pairs, or a descriptor of another transport.
         """
         self._check_open()
@@ -295,7 +344,8 @@ class Transport(ABC):
                     f"{peer.info.incarnation}",
                     next_step="fetch the peer's current descriptors",
                 )
-        return self._prepare(peer, pairs)
+            self._require_registered(region)
+        return _UntilClosed(self._prepare(peer, pairs), self, self._closed_answer)
 
     def post(self, op: Op, path: Path, batch: Batch, *, tag: object = None) -> Attempt:
         """Hand ``batch`` to the engine, once. No sleep, no retry.
@@ -304,7 +354,7 @@ class Transport(ABC):
         at once.
 
         Raises:
-            StaleError: the path or its peer is closed.
+            StaleError: the path or its peer is closed, or a region was deregistered.
             InvalidInputError: pieces outside their regions, too many or too large for one post, or
                 an op and memory kinds the engine cannot do.
             BackpressureError, TransportError: the engine refused and posted nothing.
@@ -322,6 +372,8 @@ class Transport(ABC):
         self._paths.add(path)
         path.undrained.add(attempt)
         try:
+            for p in np.unique(batch.pair):
+                self._require_registered(path.pairs[p][0])
             self._post(attempt)
         except BaseException:
             path.undrained.discard(attempt)
@@ -345,7 +397,7 @@ class Transport(ABC):
     @final
     def fence(self, peer: Peer) -> Pollable[Fence]:
         """Ask for the proof that nothing of this peer's incarnation lands any more."""
-        return self._fence_after_close(peer) if self.closed else self._fence(peer)
+        return self._fenced(peer, self._fence)
 
     @final
     def disconnect(self, peer: Peer) -> Pollable[Fence]:
@@ -359,7 +411,7 @@ class Transport(ABC):
             for path in {*peer.paths, *self._paths_of(peer)}:
                 self._fail_pending(path, "the connection was closed")
                 path.close()
-        return self._fence_after_close(peer) if self.closed else self._disconnect(peer)
+        return self._fenced(peer, self._disconnect)
 
     def close(self, deadline: float = 5.0) -> list[Attempt]:
         """Close everything within ``deadline`` seconds; returns what was not drained by then."""
@@ -370,6 +422,7 @@ class Transport(ABC):
         for path in tuple(self._paths):
             self._fail_pending(path, "the transport was closed")
         self._close(deadline)
+        self._registered.clear()
         for path in tuple(self._paths):
             left.extend(a for a in tuple(path.undrained) if not a.drained)
         return left
@@ -380,19 +433,36 @@ class Transport(ABC):
         if self.closed:
             raise ClosedError(f"the {self.name} transport is closed")
 
+    def _require_registered(self, region: Region) -> None:
+        if region not in self._registered:
+            raise StaleError(
+                f"the local region at {region.span.address:#x} ({region.nbytes} bytes) is not "
+                "registered with this transport, or not any more",
+                next_step="register it and prepare a new path",
+            )
+
     def _paths_of(self, peer: Peer) -> list[Path]:
         return [path for path in tuple(self._paths) if path.peer is peer]
 
-    def _fence_after_close(self, peer: Peer) -> Pollable[Fence]:
-        from kvxfer.core.pollable import Ready
+    def _closed_answer(self) -> tuple[None, KvxferError]:
+        return None, ClosedError(f"the {self.name} transport was closed")
 
+    def _fenced(self, peer: Peer, ask: Callable[[Peer], Pollable[Fence]]) -> Pollable[Fence]:
+        def after_close() -> tuple[Fence, None]:
+            return self._fence_after_close(peer), None
+
+        if self.closed:
+            return Ready(self._fence_after_close(peer))
+        return _UntilClosed(ask(peer), self, after_close)
+
+    def _fence_after_close(self, peer: Peer) -> Fence:
         left = sum(
             not attempt.drained
             for path in self._paths_of(peer)
             for attempt in tuple(path.undrained)
         )
         reason = f"{left} attempts were not drained when the transport was closed" if left else ""
-        return Ready(Fence(done=not left, reason=reason))
+        return Fence(done=not left, reason=reason)
 
     def _fail_pending(self, path: Path, why: str) -> None:
         for attempt in tuple(path.undrained):

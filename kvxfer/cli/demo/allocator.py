@@ -19,7 +19,7 @@ class BlockAllocator:
 
     def __init__(self, cache: npt.NDArray[np.uint8]) -> None:
         self._cache = cache
-        self.total = cache.shape[2]
+        self.total: int = cache.shape[2]
         self._free = collections.deque(range(self.total))
         self._held: dict[str, list[int]] = {}
 

@@ -1,0 +1,102 @@
+"""Copying between addresses of this process, as fast as Python and numpy allow.
+
+Addresses are absolute and belong to memory that is mapped for as long as the call runs; the
+caller has checked every piece against its region.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvxfer.core.batch import Int64Array
+
+__all__ = ["SCRATCH_BYTES", "copy_pieces", "merge"]
+
+SCRATCH_BYTES = 256 * 1024
+"""Staging area of ``copy_pieces``. Fits an L2 cache; twice that is slower by half at 4 KiB."""
+_STAGED_UP_TO = 12 * 1024
+"""Measured against a C loop: at 4 KiB staging reaches 0.65, a memmove per piece 0.42; at 16 KiB
+0.60 and 0.66; at 64 KiB 0.62 and 0.83."""
+_STAGED_FROM = 16
+"""Fewer pieces than this do not pay for setting up the staged copy."""
+
+
+def merge(
+    target: Int64Array, source: Int64Array, size: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Join neighbours that are contiguous on both sides: random ids gain nothing, runs a lot."""
+    if len(size) < 2:
+        return target, source, size
+    joined = (target[1:] == target[:-1] + size[:-1]) & (source[1:] == source[:-1] + size[:-1])
+    if not joined.any():
+        return target, source, size
+    first = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return target[first], source[first], np.add.reduceat(size, first)
+
+
+def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratch: Any) -> None:
+    """Copy ``size[i]`` bytes from ``source[i]`` to ``target[i]``, in order.
+
+    ``scratch`` is a ``uint8`` vector of ``SCRATCH_BYTES`` that nobody else uses meanwhile.  Pieces
+    that overlap each other give the bytes of one of them.
+    """
+    n = len(size)
+    if n >= _STAGED_FROM:
+        unit = int(size[0])
+        if unit <= _STAGED_UP_TO and (size == unit).all():
+            to, to_base = _slots(target, unit)
+            if to is not None:
+                of, of_base = _slots(source, unit)
+                if of is not None:
+                    _copy_staged(
+                        _items(to_base, int(to.max()) + 1, unit),
+                        to,
+                        _items(of_base, int(of.max()) + 1, unit),
+                        of,
+                        scratch,
+                    )
+                    return
+    # ctypes lets go of the GIL for each piece; the whole loop runs without bytecode.
+    collections.deque(
+        map(ctypes.memmove, target.tolist(), source.tolist(), size.tolist()), maxlen=0
+    )
+
+
+def _slots(address: Int64Array, unit: int) -> tuple[Int64Array | None, int]:
+    """Addresses as multiples of ``unit`` from the lowest one, or None if they are not."""
+    base = int(address.min())
+    slot, rest = np.divmod(address - base, unit)
+    return (None, base) if rest.any() else (slot, base)
+
+
+def _copy_staged(target: Any, to: Int64Array, source: Any, of: Int64Array, scratch: Any) -> None:
+    """Gather into the cache, scatter from there: two C loops that run without the GIL."""
+    unit = source.dtype.itemsize
+    step = max(1, len(scratch) // unit)
+    staged = scratch[: step * unit].view(source.dtype)
+    for start in range(0, len(to), step):
+        index = of[start : start + step]
+        part = staged[: len(index)]
+        # Indexes are in range by construction; mode="raise" would copy through a buffer.
+        source.take(index, out=part, mode="clip")
+        target.put(to[start : start + step], part, mode="clip")
+
+
+class _Exposed:
+    def __init__(self, address: int, count: int, unit: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{unit}",
+            "shape": (count,),
+            "data": (address, False),
+        }
+
+
+def _items(address: int, count: int, unit: int) -> Any:
+    """``count`` items of ``unit`` bytes. May span memory that is not ours: it is never touched."""
+    return np.asarray(_Exposed(address, count, unit))

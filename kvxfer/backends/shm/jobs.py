@@ -1,0 +1,239 @@
+"""One attempt as work for the copy threads: cut into chunks, checked, copied, settled once."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvxfer.backends.shm import messages
+from kvxfer.backends.shm.copying import copy_pieces, merge
+from kvxfer.backends.shm.vmread import ReadFailed, read_pieces
+from kvxfer.core.attempt import Accepted
+from kvxfer.core.batch import Batch
+from kvxfer.core.verdict import EngineError, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.backends.shm.messages import Message
+    from kvxfer.backends.shm.peer import RemoteRegion, ShmPath, ShmPeer
+    from kvxfer.core.attempt import Attempt
+    from kvxfer.core.batch import Int64Array
+
+__all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "CopyJob", "ProbeTask", "probe"]
+
+CHUNK_BYTES = 4 << 20
+"""Bytes copied before another peer gets its turn: about a millisecond."""
+CHUNK_PIECES = 1024
+"""As many as one process_vm_readv takes."""
+
+
+class CopyJob:
+    """The copies of one attempt. Settles it when the last chunk has ended, on that thread.
+
+    ``settled`` is called once, afterwards.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        path: ShmPath,
+        peer: ShmPeer,
+        used: Sequence[RemoteRegion],
+        *,
+        settled: Callable[[CopyJob], None],
+        lost: Callable[[ShmPeer], None],
+    ) -> None:
+        self.attempt = attempt
+        self.path = path
+        self.peer = peer
+        self.pieces = len(attempt.batch)
+        self._used = used
+        self._settled = settled
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._error: EngineError | None = None
+        self._moved = False
+        self.tasks = [
+            _ChunkTask(self, part, in_place)
+            for batch, in_place in self._by_place(attempt.batch)
+            for part in batch.cut(max_pieces=CHUNK_PIECES, max_nbytes=CHUNK_BYTES)
+        ]
+        self._left = len(self.tasks)
+
+    def stop(self, error: EngineError) -> None:
+        """Have what was not copied yet left out. The first reason wins."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def verdict(self) -> Message | None:
+        """Why copying for this attempt has no meaning any more; None if it has."""
+        if self.peer.cut is not None:
+            return self.peer.cut
+        if any(region.gone for region in self._used):
+            return messages.REGION_GONE
+        if self.peer.watch is not None and not self.peer.watch.alive():
+            self._lost(self.peer)
+            return messages.PEER_GONE
+        return None
+
+    def verdict_in_place(self) -> Message | None:
+        """As ``verdict``, and whether the pid still names the process that was meant."""
+        watch = self.peer.watch
+        if watch is None:
+            return messages.OTHER_NAMESPACE
+        if watch.alive() and not watch.same_process():
+            return messages.PID_REUSED
+        return self.verdict()
+
+    # ---- called by its tasks ---------------------------------------------------------------
+
+    def wanted(self) -> bool:
+        """Whether a chunk should be copied at all."""
+        if self.attempt.terminal:  # its owner gave up: it only has to drain
+            self.stop(messages.STOPPED.engine())
+        elif self._error is None and (wrong := self.verdict()) is not None:
+            self.stop(self._describe(wrong))
+        return self._error is None
+
+    def copy(self, batch: Batch, in_place: bool, scratch: Any) -> None:
+        """Copy one chunk and check that it meant anything."""
+        near = self.path.near[batch.pair] + batch.local
+        far = self.path.far[batch.pair] + batch.remote
+        reading = self.attempt.op is Op.READ
+        target, source = (near, far) if reading else (far, near)
+        target, source, size = merge(target, source, batch.size)
+        self._moved = True
+        if in_place:
+            self._read_in_place(target, source, size)
+            return
+        copy_pieces(target, source, size, scratch)
+        wrong = self.verdict()
+        # What a dead process left in its memory file stays as it was: a READ of it counts.  A
+        # WRITE does not: nobody will ever look at it.
+        if wrong is not None and not (reading and wrong is messages.PEER_GONE and self._died()):
+            self.stop(self._describe(wrong))
+
+    def _died(self) -> bool:
+        watch = self.peer.watch
+        return watch is not None and not watch.alive()
+
+    def _describe(self, wrong: Message) -> EngineError:
+        return wrong.engine(f"process {self.peer.address.pid}")
+
+    def _read_in_place(self, target: Int64Array, source: Int64Array, size: Int64Array) -> None:
+        try:
+            read_pieces(self.peer.address.pid, target, source, size, check=self.verdict_in_place)
+        except ReadFailed as failed:
+            self.stop(failed.error)
+
+    def dropped(self) -> None:
+        """One chunk will not be copied: the peer was cut, or our side stops."""
+        cut = self.peer.cut
+        self.stop(messages.STOPPED.engine() if cut is None else self._describe(cut))
+        self.chunk_ended()
+
+    def chunk_ended(self) -> None:
+        """One chunk less; the last one settles the attempt."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            error = self._error
+        if error is None:
+            self.attempt.complete(by="copied")
+        else:
+            self.attempt.fail(
+                error,
+                accepted=Accepted.UNKNOWN if self._moved else Accepted.NONE,
+                drained_by="its copies have ended",
+            )
+        self.peer.end(self)
+        self._settled(self)
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _by_place(self, batch: Batch) -> list[tuple[Batch, bool]]:
+        in_place = self.path.in_place[batch.pair]
+        if not in_place.any():
+            return [(batch, False)]
+        if in_place.all():
+            return [(batch, True)]
+        return [
+            (Batch(batch.pair[m], batch.local[m], batch.remote[m], batch.size[m]), place)
+            for m, place in ((in_place, True), (~in_place, False))
+        ]
+
+
+class _ChunkTask:
+    """A chunk of a job, for the pool."""
+
+    __slots__ = ("_batch", "_in_place", "_job")
+
+    def __init__(self, job: CopyJob, batch: Batch, in_place: bool) -> None:
+        self._job = job
+        self._batch = batch
+        self._in_place = in_place
+
+    def run(self, scratch: Any) -> None:
+        job = self._job
+        try:
+            if job.wanted():
+                job.copy(self._batch, self._in_place, scratch)
+        except Exception as error:  # noqa: BLE001 - a bug of ours ends the attempt, never hides it
+            job.stop(EngineError.of(messages.BACKEND, error))
+        finally:
+            job.chunk_ended()
+
+    def drop(self) -> None:
+        self._job.dropped()
+
+
+class ProbeTask:
+    """Tries, on a copy thread, whether memory of the peer can be read in place."""
+
+    def __init__(
+        self,
+        peer: ShmPeer,
+        regions: Sequence[RemoteRegion],
+        answer: Callable[[EngineError | None], None],
+    ) -> None:
+        self._peer = peer
+        self._regions = regions
+        self._answer = answer
+
+    def run(self, scratch: Any) -> None:
+        self._answer(probe(self._peer, self._regions, scratch))
+
+    def drop(self) -> None:
+        cut = self._peer.cut or messages.STOPPED
+        self._answer(cut.engine())
+
+
+def probe(peer: ShmPeer, regions: Sequence[RemoteRegion], scratch: Any) -> EngineError | None:
+    """Read the first and last byte of each region."""
+    source = np.array(
+        [a for r in regions for a in (r.address, r.address + r.nbytes - 1)], dtype=np.int64
+    )
+    target = np.full(len(source), scratch.ctypes.data, dtype=np.int64)
+    watch = peer.watch
+
+    def check() -> Message | None:
+        if peer.cut is not None:
+            return peer.cut
+        if watch is None:
+            return messages.OTHER_NAMESPACE
+        if not watch.alive():
+            return messages.PEER_GONE
+        return None if watch.same_process() else messages.PID_REUSED
+
+    try:
+        read_pieces(
+            peer.address.pid, target, source, np.ones(len(source), dtype=np.int64), check=check
+        )
+    except ReadFailed as failed:
+        return failed.error
+    return None

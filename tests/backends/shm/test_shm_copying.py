@@ -1,0 +1,85 @@
+"""Local copies: whatever the pieces look like, the bytes are those of the plain definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.backends.shm.copying import SCRATCH_BYTES, copy_pieces, merge
+
+
+def plainly(memory, target, source, size):
+    """Copy piece after piece, into a copy of ``memory``."""
+    result = memory.copy()
+    for t, s, n in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
+        result[t : t + n] = memory[s : s + n]
+    return result
+
+
+def check(memory, half, target, source, size):
+    """Sources lie below ``half``, targets above: ``copy_pieces`` and ``merge`` agree with it."""
+    expected = plainly(memory, target + half, source, size)
+    base = memory.ctypes.data
+    merged = merge(base + half + target, base + source, size)
+    assert merged[2].sum() == size.sum()
+    copy_pieces(*merged, np.empty(SCRATCH_BYTES, np.uint8))
+    assert (memory == expected).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    unit=st.sampled_from([1, 2, 7, 64, 100, 1024, 4096]),
+    count=st.integers(1, 80),
+    shift=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_equal_pieces(unit, count, shift, stride, seed):
+    """Equal pieces on any grid, aligned to their size or not, in any order."""
+    rng = np.random.default_rng(seed)
+    shuffled = seed % 2
+    half = 3 * unit * count + 64
+    memory = rng.integers(0, 256, 2 * half, dtype=np.uint8)
+    order = [rng.permutation(count) if shuffled else np.arange(count) for _ in "ab"]
+    target = (order[0] * unit * stride[0] + shift[0]).astype(np.int64)
+    source = (order[1] * unit * stride[1] + shift[1]).astype(np.int64)
+    check(memory, half, target, source, np.full(count, unit, np.int64))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=60),
+    gaps=st.lists(st.sampled_from([0, 0, 0, 1, 17]), min_size=60, max_size=60),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_unequal_pieces(sizes, gaps, seed):
+    """Unequal pieces with and without gaps: neighbours merge, nothing else changes."""
+    rng = np.random.default_rng(seed)
+    size = np.array(sizes, np.int64)
+    step = size + np.array(gaps[: len(sizes)])
+    target = np.cumsum(step) - step
+    source = (np.cumsum(step[::-1]) - step[::-1])[::-1].copy() if seed % 2 else target.copy()
+    half = int(step.sum()) + 8
+    memory = rng.integers(0, 256, 2 * half, dtype=np.uint8)
+    check(memory, half, target, source, size)
+
+
+def test_merge_joins_exactly_the_runs():
+    """Pieces merge if and only if they follow each other on both sides."""
+    target = np.array([0, 10, 20, 40, 50, 60], np.int64)
+    source = np.array([100, 110, 130, 150, 160, 170], np.int64)
+    size = np.array([10, 10, 10, 10, 10, 5], np.int64)
+    merged = [v.tolist() for v in merge(target, source, size)]
+    assert merged == [[0, 20, 40], [100, 130, 150], [20, 10, 25]]
+
+
+@pytest.mark.parametrize("unit", [4096, 16384, 65536])
+def test_more_than_the_staging_area(unit):
+    """More bytes than fit the staging area, by many times and not by a whole multiple."""
+    count = 5 * SCRATCH_BYTES // unit + 3
+    rng = np.random.default_rng(1)
+    memory = rng.integers(0, 256, 2 * unit * count, dtype=np.uint8)
+    target, source = (rng.permutation(count).astype(np.int64) * unit for _ in "ab")
+    check(memory, unit * count, target, source, np.full(count, unit, np.int64))

@@ -1,0 +1,154 @@
+"""The nixl backend's decisions, without the library: prepared lists, envelopes, environment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.backends.nixl.binding import describe
+from kvxfer.backends.nixl.config import NixlConfig, apply_environment, has_rdma_device
+from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
+from kvxfer.backends.nixl.pieces import MAX_PHASES, Grid, Side, rows_of
+from kvxfer.errors import ConfigError, WireError
+
+
+def expand(rows):
+    """``(address, length, device)`` of every piece of a prepared list, as NIXL counts them."""
+    return [
+        (int(address + i * stride), int(length), int(device))
+        for address, length, device, stride, count in rows
+        for i in range(int(count))
+    ]
+
+
+@given(
+    size=st.integers(1, 48),
+    regions=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_an_index_names_exactly_its_piece(size, regions, data):
+    """For any piece size, regions and offsets, the piece at the index is the piece asked for."""
+    regions = [max(n, size) for n in regions]
+    side = Side.of([(1000 * (i + 1), n, i) for i, n in enumerate(regions)])
+    pieces = data.draw(
+        st.lists(
+            st.integers(0, len(regions) - 1).flatmap(
+                lambda p: st.tuples(st.just(p), st.integers(0, regions[p] - size))
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    pair = np.array([p for p, _ in pieces], np.int32)
+    offset = np.array([o for _, o in pieces], np.int64)
+    grid = Grid.over(side, size, offset)
+    assert grid is not None
+    assert grid.holds(offset)
+    listed = expand(grid.rows(side))
+    index = grid.index(pair, offset)
+    assert index.dtype == np.int32
+    found = [listed[i] for i in index]
+    assert found == [(1000 * (p + 1) + o, size, p) for p, o in pieces]
+    flat = rows_of(side, pair, offset, np.full(len(pieces), size))
+    assert [tuple(map(int, row)) for row in flat] == found
+    for address, length, device in listed:
+        assert 1000 * (device + 1) <= address
+        assert address + length <= 1000 * (device + 1) + regions[device]
+
+
+def test_rows_never_overlap_themselves():
+    """NIXL refuses strides below the length: a finer grid is more rows, one per phase."""
+    side = Side.of([(4096, 65536, 0)])
+    grid = Grid.over(side, 4096, np.array([512, 8192]))
+    assert grid.step == 512
+    rows = grid.rows(side)
+    assert len(rows) == 8
+    assert (rows[:, 3] == rows[:, 1]).all()
+
+
+def test_too_fine_a_grid_is_none():
+    """Beyond MAX_PHASES rows per region, pieces are described one by one."""
+    side = Side.of([(4096, 1 << 20, 0)])
+    assert Grid.over(side, 4096, np.array([4096 // MAX_PHASES])) is not None
+    assert Grid.over(side, 4096, np.array([4096 // MAX_PHASES // 2])) is None
+    assert Grid.over(side, 4096, np.array([1])) is None
+
+
+def test_indices_that_do_not_fit_are_none():
+    """More pieces than an int32 can count are not listed."""
+    side = Side.of([(4096, 1 << 40, 0)] * 2)
+    assert Grid.over(side, 256, np.array([0])) is None
+    assert Grid.over(side, 4096, np.array([0])) is not None
+
+
+def test_a_grid_grows_finer_only():
+    """A new grid holds what the old one held."""
+    side = Side.of([(4096, 65536, 0)])
+    coarse = Grid.over(side, 1024, np.array([512]))
+    finer = Grid.over(side, 1024, np.array([768]), coarse.step)
+    assert finer.step == 256
+    assert finer.holds(np.array([512, 768, 1024]))
+
+
+def test_envelope_returns_what_it_was_given():
+    """Any payload comes back bit for bit."""
+    for payload in (b"", b"x", bytes(range(256)) * 9):
+        assert unwrap(Content.REGION, wrap(Content.REGION, payload)) == payload
+
+
+@given(data=st.data())
+def test_damaged_envelopes_are_refused(data):
+    """Truncated anywhere, any byte changed, or bytes appended: refused, never passed on."""
+    good = wrap(Content.CONNECTION, b"nixl metadata of an agent")
+    cut = data.draw(st.integers(0, len(good) - 1))
+    flip = data.draw(st.integers(1, 255))
+    for bad in (
+        good[:cut],
+        good[:cut] + bytes([good[cut] ^ flip]) + good[cut + 1 :],
+        good + good[: cut + 1],
+    ):
+        with pytest.raises(WireError):
+            unwrap(Content.CONNECTION, bad)
+    with pytest.raises(WireError, match="REGION"):
+        unwrap(Content.REGION, good)
+
+
+def test_exceptions_have_one_name_for_every_wheel():
+    """The wheel's module differs by CUDA version; rules match one name."""
+    for module in ("nixl_cu12._bindings", "nixl_cu13._bindings", "nixl_rocm._bindings"):
+        kind = type("nixlBackendError", (Exception,), {"__module__": module})
+        error = describe(kind("NIXL_ERR_BACKEND"))
+        assert error.exception[0] == "nixl._bindings.nixlBackendError"
+        assert error.message == "NIXL_ERR_BACKEND"
+        assert error.backend == "nixl"
+
+
+@pytest.mark.parametrize("value", ["cma", "sysv", "posix", "shm", "sm,self"])
+def test_transports_that_cannot_connect_are_refused(value):
+    """Shared memory alone cannot open a connection: refused before UCX fails on it."""
+    with pytest.raises(ConfigError, match="cannot open a connection"):
+        NixlConfig(ucx_tls=value)
+    with pytest.raises(ConfigError, match="UCX_TLS"):
+        apply_environment(NixlConfig(), {"UCX_TLS": value})
+    for good in ("tcp", f"{value},tcp", "all", "^cma", "rc,sm"):
+        assert NixlConfig(ucx_tls=good).ucx_tls == good
+
+
+def test_ib_is_left_out_only_where_there_is_none(tmp_path, monkeypatch):
+    """UCX's ib module is left out where no device exists, unless the user chose modules."""
+    assert not has_rdma_device(tmp_path / "missing")
+    assert not has_rdma_device(tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_rdma_device(tmp_path)
+    for device, given_, expected in (
+        (False, {}, "^ib"),
+        (False, {"UCX_MODULES": "all"}, "all"),
+        (True, {}, None),
+    ):
+        monkeypatch.setattr("kvxfer.backends.nixl.config.has_rdma_device", lambda d=device: d)
+        environ = dict(given_)
+        apply_environment(NixlConfig(ucx_tls="tcp"), environ)
+        assert environ.get("UCX_MODULES") == expected
+        assert environ["UCX_TLS"] == "tcp"
