@@ -80,12 +80,13 @@ def _canonical_host(host: str, text: str = "") -> str:
     return host.lower()
 
 
-def _check_port(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+def _check_port(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is None and attribute.name == "port":
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_PORT:
         raise InvalidInputError(
-            f"{attribute.name} must be an integer from 1 to {_MAX_PORT}, not {value!r}"
+            f"{type(instance).__name__}.{attribute.name} must be an integer from 1 to "
+            f"{_MAX_PORT}, not {value!r}"
         )
 
 

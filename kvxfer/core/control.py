@@ -6,6 +6,7 @@ zmq.  How it behaves is told in ``docs/reference/control-channel.md``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -20,7 +21,7 @@ from kvxfer.core.control_config import ChannelAuth, ControlConfig, exposure, fix
 from kvxfer.core.control_dialler import DialledRoute, Dialler
 from kvxfer.core.control_hub import Hub
 from kvxfer.core.control_listener import InboundRoute, Listener
-from kvxfer.core.control_sockets import make_context
+from kvxfer.core.control_sockets import make_context, require_descriptors
 from kvxfer.errors import CapacityError, ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -71,27 +72,18 @@ class ZmqChannel(Channel):
         self._auth = auth
         self._closed = False
         self._pid = os.getpid()
-        self._hub = Hub(max_lost=4 * self.config.max_routes)
-        self._context = make_context(self.config)
-        started = False
         try:
-            if auth is not None:
-                auth.start(self._context)
-                started = True
-            self._listener = Listener(
-                self._hub, self._context, self.config, auth, serial=next(_channels)
-            )
-        except BaseException as error:
-            if auth is not None and started:
-                auth.stop()
-            self._context.term()
-            self._hub.close()
-            if isinstance(error, zmq.ZMQError):
-                raise CapacityError(
-                    f"the control channel cannot be set up: {error.strerror}",
-                    next_step="Look at the limit of open files (ulimit -n)",
-                ) from error
-            raise
+            require_descriptors()
+            self._hub = Hub(max_lost=4 * self.config.max_routes)
+            self._context = make_context(self.config)
+            self._listener = self._listen()
+        except (zmq.ZMQError, OSError) as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise CapacityError(
+                f"the control channel cannot be set up: {error.strerror}",
+                next_step="Look at the limit of open files (ulimit -n)",
+            ) from error
         self._dialler = Dialler(self._hub, self._context, self.config, auth, time.monotonic)
         advertised = self._listener.bound
         if self.config.advertise_host is not None:
@@ -100,6 +92,21 @@ class ZmqChannel(Channel):
         warning = exposure(self._listener.bound, auth)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _listen(self) -> Listener:
+        auth = self._auth
+        started = False
+        try:
+            if auth is not None:
+                auth.start(self._context)
+                started = True
+            return Listener(self._hub, self._context, self.config, auth, serial=next(_channels))
+        except BaseException:
+            if auth is not None and started:
+                auth.stop()
+            self._context.term()
+            self._hub.close()
+            raise
 
     @property
     def address(self) -> str:

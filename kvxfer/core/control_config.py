@@ -69,6 +69,14 @@ def _host(_: object, attribute: attrs.Attribute[str], value: object) -> None:
     Address(value)
 
 
+def _port_range(value: PortRange | str | None) -> PortRange | None:
+    if isinstance(value, str):
+        return PortRange.parse(value)
+    if value is None or isinstance(value, PortRange):
+        return value
+    raise ConfigError(f"ControlConfig.port_range must be a PortRange or text, not {value!r}")
+
+
 @attrs.frozen(kw_only=True)
 class ControlConfig:
     """Everything about the control channel but the keys. Durations are seconds.
@@ -87,10 +95,9 @@ class ControlConfig:
     port: int = attrs.field(default=0, validator=_count(0, _MAX_PORT))
     """The port to listen on; 0 lets the operating system choose, which cannot collide."""
 
-    port_range: PortRange | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(PortRange))
-    )
-    """Instead of ``port``: the first free one of these is taken. For firewalls."""
+    port_range: PortRange | None = attrs.field(default=None, converter=_port_range)
+    """Instead of ``port``: the first free one of these is taken. For firewalls. Text such as
+    ``"41000-41099"`` is accepted."""
 
     max_message_nbytes: int = attrs.field(default=8 << 20, validator=_count(1, 1 << 30))
     """Largest message in bytes, sent or received. The largest of ours, an offer or a grant, holds
@@ -100,7 +107,7 @@ class ControlConfig:
     """Messages that may wait per route while the peer does not take them. With the usual 32 KiB
     (8192 block ids) that is 8 MiB for a peer that has stopped."""
 
-    receive_queue_messages: int = attrs.field(default=1024, validator=_count(1, 1 << 20))
+    receive_queue_messages: int = attrs.field(default=256, validator=_count(1, 1 << 20))
     """Messages that may wait per route until ``receive`` is called; then TCP holds the peer up."""
 
     max_routes: int = attrs.field(default=4096, validator=_count(1, 16384))

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import zmq
 
-from kvxfer.core.channel import Inbound
 from kvxfer.core.control_hub import Hub, Inlet
 from kvxfer.core.control_names import NameResolver
-from kvxfer.core.control_sockets import HANDSHAKE_FAILED, Monitor, configure
+from kvxfer.core.control_sockets import HANDSHAKE_FAILED, Monitor, configure, require_descriptors
 from kvxfer.errors import CapacityError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvxfer.core.address import Address
+    from kvxfer.core.channel import Inbound
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
 
 __all__ = ["Dialled", "DialledRoute", "Dialler"]
@@ -135,7 +135,7 @@ class Dialled(Inlet):
     def _read_one(self, out: list[Inbound]) -> None:
         data = self.accept(self.socket.recv(zmq.NOBLOCK, copy=False))
         if data is not None:
-            out.append(Inbound(self.route, data))
+            self.deliver(self.route, data, out)
 
     def _on_monitor(self) -> None:
         if self._closed:
@@ -151,6 +151,8 @@ class Dialled(Inlet):
                 self._dialler.retrying(self)
             else:
                 self._on_failed_handshake(event, value)
+        if self._monitor.more:
+            self.hub.later(self._on_monitor)
 
     def _on_up(self) -> None:
         self.hub.counters["dialled_connected"] += 1
@@ -299,6 +301,7 @@ class Dialler:
         monitor: Monitor | None = None
         socket: zmq.Socket[bytes] | None = None
         try:
+            require_descriptors()
             socket = self._context.socket(zmq.DEALER)
             configure(socket, self._config, version=address.version, dials=True)
             if self._auth is not None:
@@ -310,9 +313,9 @@ class Dialler:
                 monitor.close()
             if socket is not None:
                 socket.close(0)
-            if getattr(error, "errno", None) == errno.EMFILE:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 raise CapacityError(
-                    f"cannot dial {address}: no file descriptor is left, {len(self._routes)} "
+                    f"cannot dial {address}: no file descriptor is left; {len(self._routes)} "
                     "routes are open",
                     next_step="Raise the limit of open files (ulimit -n); a route takes 4",
                 ) from error

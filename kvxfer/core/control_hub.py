@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from kvxfer.core.channel import Inbound
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvxfer.core.channel import Inbound, Route
+    from kvxfer.core.channel import Route
 
 __all__ = ["Hub", "Inlet", "Waker"]
 
@@ -51,7 +53,6 @@ COUNTERS = (
     "inbound_closed",
     "inbound_lost",
     "inbound_handshakes_failed",
-    "accepts_failed",
     "lost_reports_dropped",
 )
 
@@ -73,6 +74,7 @@ class Waker:
 
     def __init__(self) -> None:
         self._pending = False
+        self.fd = -1
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def wake(self) -> None:
@@ -86,7 +88,8 @@ class Waker:
         self._pending = False  # only now: else a wake in between would be dropped for ever
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Hub:
@@ -210,13 +213,15 @@ class Inlet(ABC):
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
             self.hub.counters["dropped_in_multi_frame"] += 1
             return None
-        nbytes = len(frame)
-        if nbytes > self.max_nbytes:
+        if len(frame) > self.max_nbytes:
             self.hub.counters["dropped_in_oversize"] += 1
             return None
-        self.hub.counters["messages_in"] += 1
-        self.hub.counters["bytes_in"] += nbytes
         return frame.bytes
+
+    def deliver(self, route: Route, data: bytes, out: list[Inbound]) -> None:
+        self.hub.counters["messages_in"] += 1
+        self.hub.counters["bytes_in"] += len(data)
+        out.append(Inbound(route, data))
 
     def close(self) -> None:
         self._closed = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket as sockets
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,19 @@ import attrs
 import zmq
 
 from kvxfer.core.address import Address
-from kvxfer.core.channel import Inbound
 from kvxfer.core.control_bind import bind_first_free
 from kvxfer.core.control_hub import Hub, Inlet
 from kvxfer.core.control_sockets import HANDSHAKE_FAILED, Monitor, configure, seed_identities
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvxfer.core.channel import Inbound
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
 
 __all__ = ["InboundRoute", "Listener"]
 
-logger = logging.getLogger("kvxfer.control")
-
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+# Not EVENT_ACCEPT_FAILED: without descriptors libzmq tries, fails and reports in a tight loop.
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 # A connection is worth three reports at most; 20,000 connections may come and go while we are
 # kept from reading. About 100 bytes each.
 _MONITOR_DEPTH = 60_000
@@ -62,7 +60,6 @@ class Listener(Inlet):
         self._known: dict[bytes, tuple[InboundRoute, int]] = {}
         self._identities: dict[int, bytes] = {}
         self._open: set[int] = set()
-        self._complained = False
         seed_identities()
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         try:
@@ -87,6 +84,9 @@ class Listener(Inlet):
         counters = self.hub.counters
         if route.channel != self._serial:
             counters["dropped_out_no_route"] += 1
+            return False
+        if route.identity not in self._known:
+            counters["dropped_out_unroutable"] += 1
             return False
         self.touch()
         try:
@@ -124,14 +124,14 @@ class Listener(Inlet):
             return
         known = self._known.get(identity)
         if known is not None:
-            out.append(Inbound(known[0], data))
+            self.deliver(known[0], data, out)
             return
         reason = self._refusal(identity)
         if reason is not None:
             self.hub.counters[reason] += 1
             return
         route = InboundRoute(self._serial, identity)
-        out.append(Inbound(route, data))
+        self.deliver(route, data, out)
         self._learn(route, _descriptor(frame))
 
     def _refusal(self, identity: bytes) -> str | None:
@@ -151,8 +151,7 @@ class Listener(Inlet):
         if fd not in self._open:
             self._lost(route)
             return
-        if fd in self._identities:
-            self._forget(self._identities[fd])
+        self._end(fd)
         self._known[route.identity] = (route, fd)
         self._identities[fd] = route.identity
 
@@ -173,24 +172,15 @@ class Listener(Inlet):
         for event, value in self._monitor.read():
             if event == zmq.EVENT_ACCEPTED:
                 counters["inbound_accepted"] += 1
-                self._end(value)
                 self._open.add(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 counters["inbound_closed"] += 1
                 self._open.discard(value)
                 self._end(value)
-            elif event == zmq.EVENT_ACCEPT_FAILED:
-                counters["accepts_failed"] += 1
-                if not self._complained:
-                    self._complained = True
-                    logger.warning(
-                        "%s: a connection could not be accepted: %s; further ones are only "
-                        "counted (accepts_failed)",
-                        self.bound,
-                        errno.errorcode.get(value, value),
-                    )
             else:
                 counters["inbound_handshakes_failed"] += 1
+        if self._monitor.more:
+            self.hub.later(self._on_monitor)
 
     def _end(self, fd: int) -> None:
         identity = self._identities.get(fd)
@@ -199,7 +189,7 @@ class Listener(Inlet):
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """The connection a frame came over, or -1."""
+    """The connection a frame came over; -1 if it had ended before libzmq looked at it."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

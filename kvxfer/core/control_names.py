@@ -27,6 +27,10 @@ def system_lookup(host: str) -> list[str]:
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
+def _nobody() -> None:
+    """Told when the asker has gone."""
+
+
 class NameResolver:
     """Asks one name after the other. The thread starts with the first question.
 
@@ -81,6 +85,7 @@ class NameResolver:
             self._closed = True
             self._questions.clear()
             self._condition.notify()
+            self._notify = _nobody
         if self._thread is not None:
             self._thread.join(timeout=0.05)  # an idle one ends at once; no other is waited for
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from kvxfer.core.control_config import ControlConfig
 
-__all__ = ["Monitor", "configure", "make_context", "seed_identities"]
+__all__ = ["Monitor", "configure", "make_context", "require_descriptors", "seed_identities"]
 
+_SPARE = 16  # descriptors; a channel opens 10 while it is set up, a dialled route 4
 _EVENT = struct.Struct("=Hi")  # number and value; zmq_socket_monitor(3)
 _serial = itertools.count(1)
 
@@ -25,6 +26,24 @@ HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+def require_descriptors() -> None:
+    """Check that there are file descriptors to spare.
+
+    libzmq 4.3 aborts the process in some places where it gets none (``epoll.cpp``,
+    ``ip_resolver.cpp``), so they are counted out beforehand.
+
+    Raises:
+        OSError: EMFILE or ENFILE.
+    """
+    spare: list[int] = []
+    try:
+        spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+        spare.extend(os.dup(spare[0]) for _ in range(_SPARE - 1))
+    finally:
+        for fd in spare:
+            os.close(fd)
 
 
 def make_context(config: ControlConfig) -> zmq.Context[zmq.Socket[bytes]]:
@@ -97,14 +116,18 @@ def _ms(seconds: float) -> int:
 class Monitor:
     """libzmq's reports about the connections of one socket.
 
-    libzmq's I/O thread waits when the reports pile up beyond ``depth`` (plus 1000 on its own
-    side), so they are read whenever there are any, and always before a socket is closed.
+    libzmq's I/O thread stops when the reports pile up beyond ``depth`` plus its own 1000, so they
+    are read whenever there are any.
     """
 
     def __init__(
         self, context: zmq.Context[Any], watched: zmq.Socket[bytes], events: int, depth: int
     ) -> None:
         endpoint = f"inproc://kvxfer-monitor-{next(_serial)}"
+        self.more = False
+        """Whether the last ``read`` ended before the reports did."""
+        self._most = depth + 1000
+        self._watched = watched
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         try:
             self.socket.setsockopt(zmq.LINGER, 0)
@@ -112,12 +135,14 @@ class Monitor:
             watched.monitor(endpoint, events)
             self.socket.connect(endpoint)
         except zmq.ZMQError:
+            watched.disable_monitor()
             self.socket.close(0)
             raise
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """All (event, value) pairs there are."""
-        while True:
+        """All (event, value) pairs that were there at the time of the call, and perhaps more."""
+        self.more = False
+        for _ in range(self._most):
             try:
                 head = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -125,8 +150,16 @@ class Monitor:
             self.socket.recv(zmq.NOBLOCK)  # the endpoint
             if len(head) == _EVENT.size:
                 yield _EVENT.unpack(head)
+        self.more = True
 
     def close(self) -> None:
+        """To be called before the watched socket is closed.
+
+        The order matters: with this end closed, libzmq's I/O thread would wait for ever at its
+        next report, and with it every connection.  So the reports are switched off first, which
+        in turn would wait for that thread if it stood before a full queue.
+        """
         for _ in self.read():
             pass
+        self._watched.disable_monitor()
         self.socket.close(0)
