@@ -368,7 +368,8 @@ class PeerTable:
             InvalidInputError, GeometryError: as ``holders_to_release``.
         """
         check_pair(self.mine, peer)
-        if len(self._peers) >= self.max_peers:
+        known = (engine, peer.pp_rank) in self._peers
+        if not known and len(self._peers) >= self.max_peers:
             raise InvalidInputError(f"more than {self.max_peers} peers")
         self._peers[engine, peer.pp_rank] = (peer, layers)
 

@@ -8,6 +8,7 @@ and plan (``plan_blocks``, ``plan_layers``).
 from kvxfer.core.layout._cutting import Borders
 from kvxfer.core.layout.blocks import Blocks, TokenShare
 from kvxfer.core.layout.cache import PlanCache
+from kvxfer.core.layout.descriptors import DescriptorTable
 from kvxfer.core.layout.fill import uncovered_ranges, zero_ranges
 from kvxfer.core.layout.fingerprint import Fingerprint, geometry_digest
 from kvxfer.core.layout.groups import GroupKind, GroupSpec, block_groups, prompt_is_computed
@@ -27,6 +28,7 @@ __all__ = [
     "Align",
     "Blocks",
     "Borders",
+    "DescriptorTable",
     "Fingerprint",
     "GroupKind",
     "GroupSpec",

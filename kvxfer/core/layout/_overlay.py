@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["overlaid", "refuse_overlap"]
 
 
-def overlaid(places: Sequence[tuple[int, KVLayout, int, int]]) -> tuple[int, ...]:
-    """Owners of layers that may share bytes; a place is (region, layout, offset, owner)."""
+def overlaid(places: Sequence[tuple[int, int, int, KVLayout]]) -> tuple[int, ...]:
+    """Owners of layers that may share bytes; a place is (region, offset, owner, layout)."""
     found: set[int] = set()
-    ordered = sorted(places, key=lambda place: (place[0], place[2]))
-    for i, (region, layout, offset, owner) in enumerate(ordered):
+    ordered = sorted(places, key=lambda place: place[:3])
+    for i, (region, offset, owner, layout) in enumerate(ordered):
         end = offset + layout.span_nbytes
-        for other_region, other, other_offset, other_owner in ordered[i + 1 :]:
+        for j in range(i + 1, len(ordered)):
+            other_region, other_offset, other_owner, other = ordered[j]
             if other_region != region or other_offset >= end:
                 break
-            if {owner, other_owner} <= found:
+            if owner in found and other_owner in found:
                 continue
             if not _apart(layout, offset, other, other_offset):
                 found |= {owner, other_owner}

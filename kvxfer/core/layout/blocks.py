@@ -221,7 +221,7 @@ class Blocks:
         if self._top < 0 and len(self.ids):
             ids = self.real_ids
             if len(ids):
-                self._top = int(ids.view(np.uint64).max())
+                self._top = int(np.maximum.reduce(ids.view(np.uint64)))
         return self._top
 
     def duplicate(self, num_blocks: int) -> int | None:

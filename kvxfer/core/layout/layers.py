@@ -121,7 +121,11 @@ class LayerPair:
 
 @attrs.define(eq=False)
 class Shared:
-    """Layers, or parts of states, of equal geometry: one plan serves them all."""
+    """Layers, or parts of states, of equal geometry: one plan serves them all.
+
+    ``local`` and ``remote`` are the first member's; ``local_base`` and ``remote_base`` hold the
+    members' offsets, to which the shared plan is added.
+    """
 
     local: KVLayout
     remote: KVLayout
@@ -134,6 +138,10 @@ class Shared:
     pair: Int32Array
     local_base: Int64Array
     remote_base: Int64Array
+    checks: tuple[tuple[int, bool, int], tuple[int, bool, int]]
+    """What one request need check once: (group, whether local, number of blocks) of both sides."""
+    pairing: tuple[Any, ...]
+    """Equal for layers whose blocks pair alike, whatever else their geometry is."""
 
 
 class Layers(tuple[LayerPair, ...]):
@@ -162,73 +170,104 @@ class Layers(tuple[LayerPair, ...]):
             top = max((layer.pair for layer in self), default=-1)
             regions = [(pair, pair) for pair in range(top + 1)]
         self.regions = tuple(regions)
-        self.shared = _share(self)
-        local_regions = [pair[0] for pair in self.regions]
-        remote_regions = [pair[1] for pair in self.regions]
-        self.overlaid_local = overlaid(
-            [
-                (local_regions[pair], shared.local, base, index)
-                for index, shared in enumerate(self.shared)
-                for pair, base in zip(shared.pair.tolist(), shared.local_base.tolist(), strict=True)
-            ]
-        )
-        self.overlaid_remote = overlaid(
-            [
-                (remote_regions[pair], shared.remote, base, index)
-                for index, shared in enumerate(self.shared)
-                for pair, base in zip(
-                    shared.pair.tolist(), shared.remote_base.tolist(), strict=True
+        for layer in self:
+            if layer.pair >= len(self.regions):
+                raise InvalidInputError(
+                    f"layer {layer.name!r} has pair {layer.pair} of {len(self.regions)} pairs"
                 )
-            ]
-        )
+        self.shared = _share(self)
+        self.overlaid_local = _overlaid(self, 0)
+        self.overlaid_remote = _overlaid(self, 1)
         return self
 
     def __reduce__(self) -> Any:
         return (Layers, (tuple(self), self.regions))
 
+    def require_inside(self, local_nbytes: Sequence[int], remote_nbytes: Sequence[int]) -> None:
+        """Refuse layers that reach beyond their regions; sizes in bytes by region index.
+
+        A peer describes its layers itself: hold them against the regions it registered.
+
+        Raises:
+            GeometryError: naming the layer, its end and its region's.
+        """
+        for layer in self:
+            for side, region, sizes, layout in (
+                ("local", self.regions[layer.pair][0], local_nbytes, layer.local),
+                ("remote", self.regions[layer.pair][1], remote_nbytes, layer.remote),
+            ):
+                held = sizes[region] if region < len(sizes) else 0
+                if layout.end_offset > held:
+                    raise GeometryError(
+                        f"layer {layer.name!r} ends at byte {layout.end_offset} of {side} region "
+                        f"{region}, which has {held}: {layout.describe()}"
+                    )
+
+
+def _overlaid(layers: Layers, side: int) -> tuple[int, ...]:
+    places = []
+    for index, shared in enumerate(layers.shared):
+        layout, base = (
+            (shared.remote, shared.remote_base) if side else (shared.local, shared.local_base)
+        )
+        for pair, offset in zip(shared.pair.tolist(), base.tolist(), strict=True):
+            places.append((layers.regions[pair][side], offset, index, layout))
+    return overlaid(places)
+
 
 def _share(layers: Sequence[LayerPair]) -> tuple[Shared, ...]:
-    members: dict[Any, list[tuple[str, int, int, int]]] = {}
-    first: dict[Any, tuple[KVLayout, KVLayout, Recipe, bool]] = {}
+    found: dict[Any, list[tuple[LayerPair, str, KVLayout, KVLayout]]] = {}
     seen: set[Any] = set()
     for layer in layers:
-        is_state = isinstance(layer.local, StateLayout)
         for label, local, remote, heads in _cells(layer):
             key = (local.geometry, remote.geometry, heads, layer.group, layer.remote_group)
+            members = found.get(key)
+            if members is None:
+                members = found[key] = []
             # Two names for one memory on both sides (layers that share their cache) move once.
-            place = (key, layer.pair, local.offset, remote.offset)
-            if place in seen:
-                continue
-            seen.add(place)
-            if key not in first:
-                try:
-                    recipe = recipe_of(local, remote, heads)
-                except GeometryError as error:
-                    raise GeometryError(
-                        f"layer {label!r}: {error.message}", next_step=error.next_step
-                    ) from None
-                first[key] = (local.at_offset(0), remote.at_offset(0), recipe, is_state)
-                members[key] = []
-            members[key].append((label, layer.pair, local.offset, remote.offset))
-    out = []
-    for key, (local, remote, recipe, is_state) in first.items():
-        names, pairs, ours, theirs = zip(*members[key], strict=True)
-        out.append(
-            Shared(
-                local=local,
-                remote=remote,
-                recipe=recipe,
-                heads=key[2],
-                group=key[3],
-                remote_group=key[4],
-                is_state=is_state,
-                names=names,
-                pair=np.array(pairs, np.int32),
-                local_base=np.array(ours, np.int64),
-                remote_base=np.array(theirs, np.int64),
-            )
+            place = (id(members), layer.pair, local.offset, remote.offset)
+            if place not in seen:
+                seen.add(place)
+                members.append((layer, label, local, remote))
+    return tuple(_shared(key[2], members) for key, members in found.items())
+
+
+def _shared(
+    heads: HeadSlice | None, members: list[tuple[LayerPair, str, KVLayout, KVLayout]]
+) -> Shared:
+    layer, label, local, remote = members[0]
+    try:
+        recipe = recipe_of(local, remote, heads)
+    except GeometryError as error:
+        raise GeometryError(
+            f"layer {label!r}: {error.message}", next_step=error.next_step
+        ) from None
+    pairing: tuple[Any, ...] = (layer.group, layer.remote_group, local.tokens_per_block)
+    if recipe.by_runs:
+        pairing += (
+            remote.tokens_per_block,
+            local.cell_tokens,
+            recipe.local_steps,
+            recipe.remote_steps,
         )
-    return tuple(out)
+    return Shared(
+        local=local,
+        remote=remote,
+        recipe=recipe,
+        heads=heads,
+        group=layer.group,
+        remote_group=layer.remote_group,
+        is_state=isinstance(layer.local, StateLayout),
+        names=tuple(member[1] for member in members),
+        pair=np.array([member[0].pair for member in members], np.int32),
+        local_base=np.array([member[2].offset for member in members], np.int64),
+        remote_base=np.array([member[3].offset for member in members], np.int64),
+        checks=(
+            (layer.group, True, local.num_blocks),
+            (layer.remote_group, False, remote.num_blocks),
+        ),
+        pairing=pairing,
+    )
 
 
 def _cells(layer: LayerPair) -> list[tuple[str, KVLayout, KVLayout, HeadSlice | None]]:

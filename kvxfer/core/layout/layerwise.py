@@ -14,16 +14,17 @@ from kvxfer.core.layout.pairing import pair_whole
 from kvxfer.core.layout.planner import check_ids, emit_runs, emit_whole, runs_of
 from kvxfer.core.layout.recipe import recipe_of
 from kvxfer.core.layout.rule import Align, Rule, Side, make_rule
-from kvxfer.errors import InvalidInputError
+from kvxfer.errors import GeometryError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvxfer.core.layout._checks import Int64Array
     from kvxfer.core.layout.cache import PlanCache
     from kvxfer.core.layout.layers import LayerPair
-    from kvxfer.core.layout.plan import Plan
+    from kvxfer.core.layout.plan import Plan, Uncovered
 
-__all__ = ["plan_layers"]
+__all__ = ["Request", "plan_layers"]
 
 
 def plan_layers(
@@ -59,7 +60,7 @@ def plan_layers(
         allow_gaps=allow_gaps,
     )
     table = layers if isinstance(layers, Layers) else Layers(layers)
-    request = _Request(local_blocks, remote_blocks, rule)
+    request = Request(local_blocks, remote_blocks, rule)
     groups: list[PlanGroup] = []
     owners: list[int] = []
     for owner, shared in enumerate(table.shared):
@@ -105,7 +106,7 @@ def plan_layers(
     return LayersPlan(groups)
 
 
-class _Request:
+class Request:
     """One request's lists, and what several groups of layers can share: checks and pairings."""
 
     def __init__(
@@ -123,11 +124,12 @@ class _Request:
         self._local = local_blocks
         self._remote = remote_blocks
         self._rule = rule
-        self._checked: set[tuple[int, Side, int]] = set()
+        self._checked: set[tuple[int, bool, int]] = set()
         self._pairings: dict[Any, Any] = {}
         self._slots: dict[tuple[int, int], tuple[Blocks, Blocks]] = {}
 
     def lists(self, shared: Shared) -> tuple[Blocks, Blocks]:
+        """Both sides' blocks for these layers; the single slot for recurrent state."""
         ours = _list_of(self._local, shared.group, Side.LOCAL)
         theirs = _list_of(self._remote, shared.remote_group, Side.REMOTE)
         if not shared.is_state:
@@ -135,47 +137,55 @@ class _Request:
         key = (shared.group, shared.remote_group)
         found = self._slots.get(key)
         if found is None:
-            found = self._slots[key] = _slots(ours, theirs, shared, any(map(len, self._local)))
+            written = self._local if self._rule.destination is Side.LOCAL else self._remote
+            found = self._slots[key] = _slots(ours, theirs, shared, any(map(len, written)))
+        return found
+
+    def check(self, shared: Shared, ours: Blocks, theirs: Blocks) -> None:
+        """Range and duplicates of the ids, once for each list and number of blocks."""
+        mine, others = shared.checks
+        if mine not in self._checked:
+            check_ids(mine[2], ours, Side.LOCAL, self._rule.destination)
+            self._checked.add(mine)
+        if others not in self._checked:
+            check_ids(others[2], theirs, Side.REMOTE, self._rule.destination)
+            self._checked.add(others)
+
+    def whole(
+        self, shared: Shared, ours: Blocks, theirs: Blocks
+    ) -> tuple[Int64Array, Int64Array, Uncovered]:
+        """The pairing of blocks that pair one to one.
+
+        Raises:
+            GeometryError: they do not, because their shares of the tokens differ.
+        """
+        if ours.share != theirs.share:
+            raise GeometryError(
+                f"the blocks of layer {shared.names[0]!r} hold different shares of the tokens, "
+                f"{ours.share} and {theirs.share}, and do not pair whole"
+            )
+        self.check(shared, ours, theirs)
+        found = self._pairings.get(shared.pairing)
+        if found is None:
+            found = pair_whole(ours, theirs, self._rule, shared.local.tokens_per_block)
+            self._pairings[shared.pairing] = found
         return found
 
     def plan(self, shared: Shared, ours: Blocks, theirs: Blocks) -> Plan:
-        local, remote = shared.local, shared.remote
-        destination = self._rule.destination
-        for number, side, layout, blocks in (
-            (shared.group, Side.LOCAL, local, ours),
-            (shared.remote_group, Side.REMOTE, remote, theirs),
-        ):
-            check = (number, side, layout.num_blocks)
-            if check not in self._checked:
-                check_ids(layout.num_blocks, blocks, side, destination)
-                self._checked.add(check)
-        recipe = shared.recipe
-        if ours.share != theirs.share:
+        """The plan of one group of layers, at offset 0 of both sides."""
+        local, remote, recipe = shared.local, shared.remote, shared.recipe
+        if not recipe.by_runs and ours.share == theirs.share:
+            return emit_whole(recipe, local, remote, self.whole(shared, ours, theirs))
+        self.check(shared, ours, theirs)
+        key: Any = shared.pairing
+        if not recipe.by_runs:
             recipe = recipe_of(local, remote, shared.heads, unequal_shares=True)
-        key: Any
-        if recipe.by_runs:
-            key = (
-                shared.group,
-                shared.remote_group,
-                local.cells_per_block,
-                remote.cells_per_block,
-                local.cell_tokens,
-                recipe.local_steps,
-                recipe.remote_steps,
-            )
-            found = self._pairings.get(key)
-            if found is None:
-                found = self._pairings[key] = runs_of(
-                    recipe, local, remote, (ours, theirs), self._rule
-                )
-            return emit_runs(recipe, local, remote, found)
-        key = (shared.group, shared.remote_group, local.tokens_per_block)
+            key = (*key, recipe.local_steps, recipe.remote_steps)
         found = self._pairings.get(key)
         if found is None:
-            found = self._pairings[key] = pair_whole(
-                ours, theirs, self._rule, local.tokens_per_block
-            )
-        return emit_whole(recipe, local, remote, found)
+            found = runs_of(recipe, local, remote, (ours, theirs), self._rule)
+            self._pairings[key] = found
+        return emit_runs(recipe, local, remote, found)
 
 
 def _list_of(lists: Sequence[Blocks], group: int, side: Side) -> Blocks:
@@ -189,10 +199,13 @@ def _list_of(lists: Sequence[Blocks], group: int, side: Side) -> Blocks:
 
 
 def _slots(ours: Blocks, theirs: Blocks, shared: Shared, anything: bool) -> tuple[Blocks, Blocks]:
-    """The one slot on each side; placeholders around it and its position mean nothing."""
+    """The one slot on each side; placeholders around it and its position mean nothing.
+
+    ``anything`` says whether any group's destination list holds something.
+    """
     local, remote = ours.real_ids, theirs.real_ids
-    if not anything and not len(local):
-        return Blocks.unplaced([]), Blocks.unplaced([])  # nothing to read at all: release only
+    if not anything:
+        return Blocks.unplaced([]), Blocks.unplaced([])  # nothing to write at all: release only
     if len(local) != 1 or len(remote) != 1:
         raise InvalidInputError(
             f"recurrent state {shared.names[0]!r} takes exactly one slot on each side, not "

@@ -9,13 +9,15 @@ import numpy as np
 
 from kvxfer.core.layout._checks import Int32Array, Int64Array
 from kvxfer.core.layout._cutting import Borders, cut, group_ends, merge_order
-from kvxfer.core.layout.plan import Plan, descriptor_rows
+from kvxfer.core.layout.plan import Plan, checked_address
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
+
+    from kvxfer.core.layout.plan import Uncovered
 
 __all__ = ["LayersPlan", "PairedPlan", "PlanGroup"]
 
@@ -229,6 +231,15 @@ class LayersPlan(PairedPlan):
         assert self._vectors is not None
         return self._vectors
 
+    @property
+    def uncovered(self) -> dict[int, Uncovered]:
+        """By local group: what of the destination's list its layers do not write, if anything."""
+        found: dict[int, Uncovered] = {}
+        for group in self.groups:
+            if len(group.plan.uncovered):
+                found.setdefault(group.group, group.plan.uncovered)
+        return found
+
     def plans(self) -> Iterator[tuple[int, Plan]]:
         """``(pair, plan)`` of every layer, without building the flat vectors.
 
@@ -243,16 +254,37 @@ class LayersPlan(PairedPlan):
         local_addresses: Sequence[int],
         remote_addresses: Sequence[int],
         *,
-        device: int = 0,
+        local_device: int = 0,
+        remote_device: int = 0,
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Two uint64[n, 3] arrays of (address, length, device), given each pair's addresses."""
-        pair, local, remote, size = self._get()
-        ours = np.asarray(local_addresses, np.int64)[pair]
-        theirs = np.asarray(remote_addresses, np.int64)[pair]
-        return (
-            descriptor_rows(local + ours, size, 0, device),
-            descriptor_rows(remote + theirs, size, 0, device),
-        )
+        """Two uint64[n, 3] arrays of (address, length, device): what NIXL takes.
+
+        ``local_addresses[pair]`` and ``remote_addresses[pair]`` are where the regions of each pair
+        begin.
+        """
+        total = len(self)
+        ours, theirs = np.empty((total, 3), np.int64), np.empty((total, 3), np.int64)
+        start = 0
+        for group in self.groups:
+            m, n = len(group.pair), len(group.plan)
+            # Layers are filled in steps that stay in the processor's cache.
+            step = max(2**15 // max(n, 1), 1)
+            pattern = np.empty((n, 3), np.int64)
+            pattern[:, 1] = group.plan.piece_nbytes or group.plan.size
+            for rows, offsets, bases, addresses, device in (
+                (ours, group.plan.local, group.local, local_addresses, local_device),
+                (theirs, group.plan.remote, group.remote, remote_addresses, remote_device),
+            ):
+                pattern[:, 0] = offsets
+                pattern[:, 2] = device
+                at = bases + [checked_address(addresses[pair]) for pair in group.pair.tolist()]
+                out = rows[start : start + m * n].reshape(m, n, 3)
+                for first in range(0, m, step):
+                    part = out[first : first + step]
+                    part[:] = pattern
+                    part[:, :, 0] += at[first : first + step, None]
+            start += len(group)
+        return ours.view(np.uint64), theirs.view(np.uint64)
 
 
 def _paired(

@@ -108,7 +108,7 @@ def _pair_gapped(
     local: Blocks, remote: Blocks, rule: Rule, tokens: int
 ) -> tuple[Int64Array, Int64Array, Uncovered]:
     ours, theirs = local.positions, remote.positions
-    assert ours is not None  # _starts refuses anything else
+    assert ours is not None  # starts_of refuses anything else
     assert theirs is not None
     _, at_local, at_remote = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
     real = np.ones(len(at_local), np.bool_)
@@ -146,6 +146,11 @@ def _whole_report(dest: Blocks, missing: Int64Array, rule: Rule, tokens: int) ->
 
 
 def check_cover(dest: Blocks, gaps: Int64Array, tail: Int64Array, rule: Rule) -> None:
+    """Refuse what the rule does not let go unwritten; both vectors are entries of the list.
+
+    Raises:
+        InvalidInputError: naming side, first block and allowance.
+    """
     side = rule.destination.value
     if len(gaps) and not rule.gaps:
         i = int(gaps[0])

@@ -232,26 +232,40 @@ class Plan:
         return parts
 
     def descriptors(
-        self, local_address: int, remote_address: int, *, device: int = 0
+        self,
+        local_address: int,
+        remote_address: int,
+        *,
+        local_device: int = 0,
+        remote_device: int = 0,
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Two uint64[n, 3] arrays of (address, length, device): what NIXL takes."""
+        size = self.piece_nbytes or self.size
         return (
-            descriptor_rows(self.local, self.size, local_address, device),
-            descriptor_rows(self.remote, self.size, remote_address, device),
+            _rows(self.local, size, local_address, local_device),
+            _rows(self.remote, size, remote_address, remote_device),
         )
 
 
-def descriptor_rows(
-    offsets: Int64Array, size: Int64Array, address: int, device: int
+def _rows(
+    offsets: Int64Array, size: Int64Array | int, address: int, device: int
 ) -> npt.NDArray[np.uint64]:
-    """uint64[n, 3] of absolute address, length and device."""
-    if not 0 <= address <= INT64_MAX:
-        raise InvalidInputError(f"the address must lie in 0..2**63-1, not {address}")
-    rows = np.empty((len(offsets), 3), np.uint64)
-    np.add(offsets, address, out=rows[:, 0], casting="unsafe")
+    rows = np.empty((len(offsets), 3), np.int64)
+    np.add(offsets, checked_address(address), out=rows[:, 0])
     rows[:, 1] = size
     rows[:, 2] = device
-    return rows
+    return rows.view(np.uint64)
+
+
+def checked_address(address: int) -> int:
+    """An address that, like the offsets to be added, int64 holds.
+
+    Raises:
+        InvalidInputError: it does not.
+    """
+    if not 0 <= address <= INT64_MAX:
+        raise InvalidInputError(f"the address must lie in 0..2**63-1, not {address}")
+    return address
 
 
 def _restore(

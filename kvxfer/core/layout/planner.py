@@ -15,7 +15,7 @@ import numpy as np
 from kvxfer.core.layout._checks import MAX_PIECES, Int64Array
 from kvxfer.core.layout.pairing import pair_whole
 from kvxfer.core.layout.plan import Plan, Uncovered
-from kvxfer.core.layout.recipe import Axis, Recipe, recipe_of, token_view
+from kvxfer.core.layout.recipe import Recipe, recipe_of, token_view
 from kvxfer.core.layout.rule import Align, Rule, Side, make_rule
 from kvxfer.core.layout.runs import Runs, pair_runs
 from kvxfer.errors import InvalidInputError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvxfer.core.layout.heads import HeadSlice
     from kvxfer.core.layout.kv import KVLayout
 
-__all__ = ["check_ids", "emit_runs", "emit_whole", "plan_blocks", "runs_of"]
+__all__ = ["check_ids", "emit_runs", "emit_whole", "inner_offsets", "plan_blocks", "runs_of"]
 
 
 def plan_blocks(
@@ -74,10 +74,12 @@ def plan_blocks(
     check_ids(local.num_blocks, local_blocks, Side.LOCAL, destination)
     check_ids(remote.num_blocks, remote_blocks, Side.REMOTE, destination)
     blocks = (local_blocks, remote_blocks)
+    at = (local.offset, remote.offset)
     if recipe.by_runs:
-        return emit_runs(recipe, local, remote, runs_of(recipe, local, remote, blocks, rule))
-    paired = pair_whole(local_blocks, remote_blocks, rule, local.tokens_per_block)
-    return emit_whole(recipe, local, remote, paired)
+        paired = runs_of(recipe, local, remote, blocks, rule)
+        return emit_runs(recipe, local, remote, paired, at)
+    whole = pair_whole(local_blocks, remote_blocks, rule, local.tokens_per_block)
+    return emit_whole(recipe, local, remote, whole, at)
 
 
 def check_ids(num_blocks: int, blocks: Blocks, side: Side, destination: Side) -> None:
@@ -106,13 +108,17 @@ def emit_whole(
     local: KVLayout,
     remote: KVLayout,
     paired: tuple[Int64Array, Int64Array, Uncovered],
+    at: tuple[int, int] = (0, 0),
 ) -> Plan:
-    """The pieces of blocks that pair one to one, as ``pair_whole`` found them."""
+    """The pieces of blocks that pair one to one, as ``pair_whole`` found them.
+
+    ``at`` takes the place of the layouts' own offsets.
+    """
     local_ids, remote_ids, uncovered = paired
     _check_pieces(recipe, len(local_ids))
     return Plan.of(
-        _expand(local_ids, local.block_stride, local.offset + recipe.local, recipe, 1),
-        _expand(remote_ids, remote.block_stride, remote.offset + recipe.remote, recipe, 2),
+        _expand(local_ids, local.block_stride, at[0] + recipe.local, recipe, 1),
+        _expand(remote_ids, remote.block_stride, at[1] + recipe.remote, recipe, 2),
         recipe.run_nbytes,
         uncovered,
     )
@@ -138,7 +144,11 @@ def runs_of(
 
 
 def emit_runs(
-    recipe: Recipe, local: KVLayout, remote: KVLayout, paired: tuple[Runs, Uncovered]
+    recipe: Recipe,
+    local: KVLayout,
+    remote: KVLayout,
+    paired: tuple[Runs, Uncovered],
+    at: tuple[int, int] = (0, 0),
 ) -> Plan:
     """The pieces of blocks that pair by runs of cells, as ``pair_runs`` found them."""
     runs, uncovered = paired
@@ -157,8 +167,8 @@ def emit_runs(
         ours = ours[run] + step * token_view(local)[1]
         theirs = theirs[run] + step * token_view(remote)[1]
     return Plan.of(
-        _expand(ours, 1, local.offset + recipe.local, recipe, 1),
-        _expand(theirs, 1, remote.offset + recipe.remote, recipe, 2),
+        _expand(ours, 1, at[0] + recipe.local, recipe, 1),
+        _expand(theirs, 1, at[1] + recipe.remote, recipe, 2),
         size,
         uncovered,
     )
@@ -183,21 +193,26 @@ def _check_pieces(recipe: Recipe, units: int) -> None:
 
 def _expand(units: Int64Array, stride: int, start: int, recipe: Recipe, side: int) -> Int64Array:
     """Offsets of all pieces: planes outermost, then units, then the inner axes."""
-    n = len(units)
     planes = recipe.planes
     if not recipe.inner:
-        count, step = (planes[0], planes[side]) if planes else (1, 0)
+        if planes is None:
+            out = units * stride
+            if start:
+                out += start
+            return out
+        n = len(units)
+        count, step = planes[0], planes[side]
         out = np.empty(count * n, np.int64)
         first = out[:n]
-        np.multiply(units, stride, out=first)
+        np.multiply(units, stride, first)
         for p in range(1, count):
-            np.add(first, start + p * step, out=out[p * n : (p + 1) * n])
+            np.add(first, start + p * step, out[p * n : (p + 1) * n])
         if start:
-            first += start
+            np.add(first, start, first)
         return out
     base = units * stride
     base += start
-    table = _table(recipe.inner, side)
+    table = inner_offsets(recipe, side)
     if planes:
         offsets = np.arange(planes[0], dtype=np.int64) * planes[side]
         base = np.add.outer(offsets, base)
@@ -205,10 +220,13 @@ def _expand(units: Int64Array, stride: int, start: int, recipe: Recipe, side: in
     return pieces
 
 
-def _table(axes: tuple[Axis, ...], side: int) -> Int64Array:
-    """Offsets of the remaining axes against each other, outermost axis first."""
+def inner_offsets(recipe: Recipe, side: int) -> Int64Array:
+    """Offsets of the axes left inside a block against each other, outermost axis first.
+
+    ``side`` is 1 for local and 2 for remote, the place of the stride in an axis.
+    """
     table = np.zeros(1, np.int64)
-    for axis in axes:
+    for axis in recipe.inner:
         line = np.arange(axis[0], dtype=np.int64) * axis[side]
         table = np.add.outer(table, line).reshape(-1)
     return table

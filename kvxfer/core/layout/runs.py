@@ -178,9 +178,9 @@ def pair_runs(
 
 def _stretch(blocks: Blocks, start: int | None, per_block: int, cell_tokens: int) -> _Stretch:
     if start is None:
-        positions = blocks.positions
-        if positions is None:  # pragma: no cover - _starts has refused it
-            raise InvalidInputError("the list has no positions")
+        placed = blocks.positions
+        assert placed is not None  # starts_of lets only placed lists through without a start
+        positions = placed
     else:
         positions = np.arange(start, start + len(blocks.ids), dtype=np.int64)
     index = np.arange(len(blocks.ids))
