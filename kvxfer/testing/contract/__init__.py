@@ -1,0 +1,1 @@
+"""The sentences of the transport contract, as tests. ``kvxfer.testing.conformance`` joins them."""
