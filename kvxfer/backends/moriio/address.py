@@ -1,0 +1,93 @@
+"""Host names and addresses, for an engine that knows IPv4 only and exits on a bad one."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+
+from kvxfer.core.verdict import EngineError
+from kvxfer.errors import ConfigError, HandshakeError, InvalidInputError, PeerLostError
+
+__all__ = ["local_ipv4", "probe", "resolve_ipv4"]
+
+_NO_IPV6 = "MoRI-IO opens IPv4 sockets only"
+
+
+def resolve_ipv4(host: str) -> str:
+    """``host`` as a dotted IPv4 address. May ask a name server.
+
+    Raises:
+        InvalidInputError: an IPv6 address, or a name without an IPv4 address.
+    """
+    bare = host.strip("[]").partition("%")[0]
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(bare)
+        if address.version == 6:
+            raise InvalidInputError(
+                f"{host} is an IPv6 address: {_NO_IPV6}", next_step="use the host's IPv4 address"
+            )
+        return str(address)
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise InvalidInputError(
+            f"{host!r} does not resolve to an IPv4 address ({error}): {_NO_IPV6}",
+            next_step="check the name, or give the host's IPv4 address",
+        ) from error
+    return str(found[0][4][0])
+
+
+def local_ipv4(host: str) -> str:
+    """``host`` resolved, and proven to belong to this machine by binding a port on it.
+
+    The engine ends the process when it cannot bind.
+
+    Raises:
+        ConfigError: it cannot be resolved, is no address peers can dial, or is not local.
+    """
+    try:
+        address = resolve_ipv4(host)
+    except InvalidInputError as error:
+        raise ConfigError(f"host: {error.message}", next_step=error.next_step) from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ConfigError(
+            f"host is {host}, which peers cannot dial",
+            next_step="name the address of the interface that peers reach",
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"host {host} ({address}) is no address of this machine: {error.strerror}",
+                next_step="use the address of a local interface",
+            ) from error
+    return address
+
+
+def probe(address: str, port: int, timeout: float) -> None:
+    """Open and close a TCP connection, waiting at most ``timeout`` seconds.
+
+    While the engine dials a host that does not answer it holds a lock that every other call needs,
+    the interpreter's too: it is only let near a port that has just accepted us.
+
+    Raises:
+        PeerLostError: nobody listens there.
+        HandshakeError: no answer in time, or no route.
+    """
+    where = f"the control port {address}:{port}"
+    try:
+        socket.create_connection((address, port), timeout).close()
+    except ConnectionRefusedError as error:
+        raise PeerLostError(
+            f"nobody listens on {where}",
+            next_step="check that the peer process lives",
+            engine=EngineError.of("moriio", error),
+        ) from error
+    except OSError as error:
+        raise HandshakeError(
+            f"{where} cannot be reached within {timeout:g} s: {error}",
+            next_step="check routes and firewalls between the hosts",
+            engine=EngineError.of("moriio", error),
+        ) from error

@@ -1,0 +1,103 @@
+"""What a failed status proves: how much of a call was posted, and whether anything can still land.
+
+A pure function of the engine's words.  It holds for calls that the engine makes as one post batch
+on one queue pair: ``MoriioConfig.post_batch_size``, at most ``max_send_wr`` pieces, no chunking, no
+worker threads, and a device whose queues are at least that deep.
+
+The engine's messages, before `` Hint: ``, as seen with amd-mori 1.2.4 (code 13 unless said):
+
+    nothing posted      ``SQ full (batch): ep=N depth=D requested=R max=M``,
+                        ``SQ request exceeds capacity (batch): ...``,
+                        ``EP is degraded, rejecting new submissions``,
+                        ``ibv_post_send failed with E: ... (posted 0/T WRs)``,
+                        everything with code 11 or 14
+    partly posted       ``ibv_post_send failed with E: ... (posted P/T WRs)``, P > 0
+    all data posted     everything that names ``(notify)``, every completion status,
+                        ``verbs async event ...``
+"""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+from kvxfer.core.attempt import Accepted
+from kvxfer.core.verdict import Op
+
+__all__ = ["Fate", "judge"]
+
+INVALID_ARGUMENTS = 11
+BAD_STATE = 14
+
+COMPLETION_ERRORS = (
+    "local length error",
+    "local QP operation error",
+    "local EE context operation error",
+    "local protection error",
+    "Work Request Flushed Error",
+    "memory management operation error",
+    "bad response error",
+    "local access error",
+    "remote invalid request error",
+    "remote access error",
+    "remote operation error",
+    "transport retry counter exceeded",
+    "RNR retry counter exceeded",
+    "aborted error",
+    "fatal error",
+    "response timeout error",
+    "general error",
+)
+"""Texts of ``ibv_wc_status_str``: the queue pair is in error and has completed this request."""
+
+QUEUE_PAIR_ERROR = "local queue pair in error"
+
+_DEPTH = re.compile(r"\bmax=(\d+)")
+_POSTED = re.compile(r"\(posted (\d+)/\d+ WRs\)")
+
+
+@attrs.frozen(kw_only=True)
+class Fate:
+    """``proof`` is why nothing of the call lands any more, empty if there is none.
+
+    ``queue_dead``: no call on this queue pair succeeds again.
+    """
+
+    accepted: Accepted
+    proof: str = ""
+    queue_dead: bool = False
+
+
+_NOTHING = Fate(accepted=Accepted.NONE, proof="nothing posted")
+
+
+def judge(op: Op, code: int, message: str, pieces: int) -> Fate:
+    """The fate of one failed engine call of ``pieces`` pieces."""
+    text = message.partition(" Hint: ")[0]
+    if code in (INVALID_ARGUMENTS, BAD_STATE):
+        return _NOTHING
+    if "(notify)" in text:
+        return Fate(accepted=Accepted.ALL)  # the data goes on, nothing will tell when it is done
+    if text.startswith(("SQ full", "SQ request exceeds capacity")):
+        depth = _DEPTH.search(text)
+        # Where the device's queue is smaller than asked for, the call is several post batches.
+        whole = depth is not None and pieces <= int(depth.group(1))
+        return _NOTHING if whole else Fate(accepted=Accepted.UNKNOWN)
+    if text.startswith("EP is degraded"):
+        return attrs.evolve(_NOTHING, queue_dead=True)
+    if text.startswith("ibv_post_send"):
+        posted = _POSTED.search(text)
+        if posted is not None and posted.group(1) == "0":
+            return _NOTHING
+        # No signalled tail was posted: no completion will ever tell.
+        return Fate(accepted=Accepted.UNKNOWN, queue_dead=True)
+    if text.startswith(COMPLETION_ERRORS):
+        # Bytes of a WRITE that have left may land whatever happened to the queue pair since.
+        proof = QUEUE_PAIR_ERROR if op is Op.READ else ""
+        return Fate(accepted=Accepted.ALL, proof=proof, queue_dead=True)
+    if text.startswith("verbs async event"):
+        # The engine fails what is in flight when it hears of the event, not when the queue pair
+        # has given it back.
+        return Fate(accepted=Accepted.ALL, queue_dead=True)
+    return Fate(accepted=Accepted.UNKNOWN)

@@ -1,0 +1,261 @@
+"""The nixl backend on the real library over UCX tcp: what the conformance suite cannot provoke."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import attrs
+import numpy as np
+import pytest
+
+from kvxfer.backends.nixl import NixlConfig, NixlTransport
+from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
+from kvxfer.core.attempt import Accepted, AttemptState
+from kvxfer.core.batch import Batch
+from kvxfer.core.memory import span_of
+from kvxfer.core.verdict import Op
+from kvxfer.errors import HandshakeError, PeerLostError, StaleError, TransportError
+from kvxfer.testing.memory import pattern
+from kvxfer.testing.peer_process import PeerProcess
+
+BACKEND = "kvxfer.backends.nixl:NixlTransport"
+DISCONNECTED = "nixl._bindings.nixlRemoteDisconnectError"
+BLOCK = 4096
+NBYTES = 64 * BLOCK
+
+
+class Rig:
+    """A transport here, peers in other processes, two pairs of buffers and a path between them."""
+
+    def __init__(self):
+        # Shared memory would finish a READ of a stopped peer: tcp needs the peer's help.
+        self.transport = NixlTransport(NixlConfig(ucx_tls="tcp"))
+        self.fars = []
+        self.arrays = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
+        self.regions = [self.transport.register(span_of(a)) for a in self.arrays]
+
+    def far(self):
+        far = PeerProcess(BACKEND, timeout=60.0, env={"UCX_TLS": "tcp"})
+        self.fars.append(far)
+        return far
+
+    def connect(self, far):
+        for array in self.arrays:
+            array[:] = 0
+        self.there = [far.register(NBYTES) for _ in range(2)]
+        for seed, buffer in enumerate(self.there):
+            far.fill(buffer, seed)
+        self.peer = self.answer(self.transport.connect(far.info))
+        return self.prepare()
+
+    def prepare(self):
+        pairs = list(zip(self.regions, (b.descriptor for b in self.there), strict=True))
+        return self.answer(self.transport.prepare(self.peer, pairs))
+
+    def until(self, condition, what):
+        deadline = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < deadline, f"not within 60 s: {what}"
+            self.transport.progress()
+            time.sleep(0.0002)
+
+    def outcome(self, pollable):
+        self.until(lambda: pollable.poll() != (None, None), "an answer")
+        return pollable.poll()
+
+    def answer(self, pollable):
+        value, error = self.outcome(pollable)
+        assert error is None, error
+        return value
+
+    def moved(self, op, path, batch):
+        attempt = self.transport.post(op, path, batch)
+        self.until(lambda: attempt.terminal, "the attempt ended")
+        return attempt
+
+    def read(self, path, batch):
+        return self.moved(Op.READ, path, batch)
+
+    def close(self):
+        self.transport.close()
+        for far in self.fars:
+            far.dispose()
+
+
+@pytest.fixture
+def rig():
+    one = Rig()
+    yield one
+    one.close()
+
+
+def landed(rig, batch):
+    """Which pieces of ``batch`` hold what the far side has there."""
+    return [
+        bytes(rig.arrays[p][a : a + n]) == pattern(p, NBYTES)[b : b + n]
+        for p, a, b, n in zip(*batch.lists(), strict=True)
+    ]
+
+
+BATCHES = {
+    "blocks": Batch([0, 1, 1, 0], [0, 4096, 8192, 12288], [8192, 0, 4096, 16384], [4096] * 4),
+    "slices": Batch([0, 1, 1, 0], [1024, 4096, 0, 8704], [512, 0, 4608, 9728], [1536] * 4),
+    "odd sizes": Batch([1, 0, 1], [3, 4096, 100], [1, 7, 65536], [5, 4097, 1]),
+    "odd offsets": Batch([1, 0, 0], [3, 4096, 20001], [1, 7, 65533], [4096] * 3),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_read_and_write_between_processes(rig, batch):
+    """Blocks from prepared lists, slices between them and pieces of any size and offset all move
+    exactly what they name, in both directions."""
+    path = rig.connect(rig.far())
+    attempt = rig.read(path, batch)
+    assert (attempt.state, attempt.accepted) == (AttemptState.DONE, Accepted.ALL)
+    assert all(landed(rig, batch))
+    moved = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
+    for p, a, b, n in zip(*batch.lists(), strict=True):
+        moved[p][a : a + n] = np.frombuffer(pattern(p, NBYTES), np.uint8)[b : b + n]
+    assert [bytes(a) for a in rig.arrays] == [bytes(m) for m in moved]
+    for array in rig.arrays:
+        array[:] = 0x5A
+    assert rig.moved(Op.WRITE, path, batch).state is AttemptState.DONE
+    expected = [bytearray(pattern(p, NBYTES)) for p in range(2)]
+    for p, _, b, n in zip(*batch.lists(), strict=True):
+        expected[p][b : b + n] = b"\x5a" * n
+    assert [rig.fars[0].read(b) for b in rig.there] == expected
+
+
+def test_steps_of_one_size_grow_finer(rig):
+    """Batches of one piece size on ever finer grids all use prepared lists, and none goes wrong."""
+    path = rig.connect(rig.far())
+    for step in (1024, 512, 256, 64, 32):
+        batch = Batch([0, 1], [step, 5 * step], [9 * step, 3 * step], [1024] * 2)
+        assert rig.read(path, batch).state is AttemptState.DONE
+        assert all(landed(rig, batch))
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_killed_peer(rig, op):
+    """The disconnect that NIXL raises becomes a value; READ is drained by it, WRITE is not; later
+    posts and paths are refused at once; a restarted peer is served."""
+    far = rig.far()
+    path = rig.connect(far)
+    far.kill()
+    attempt = rig.moved(op, path, BATCHES["blocks"])
+    while attempt.state is AttemptState.DONE:  # into the socket, before UCX has noticed
+        attempt = rig.moved(op, path, BATCHES["blocks"])
+    assert attempt.state is AttemptState.FAILED
+    assert attempt.error.exception[0] == DISCONNECTED
+    assert attempt.error.message == "NIXL_ERR_REMOTE_DISCONNECT"
+    assert attempt.drained_by == ("endpoint failed" if op is Op.READ else "")
+    with pytest.raises(PeerLostError) as caught:
+        rig.transport.post(op, path, BATCHES["blocks"])
+    assert caught.value.engine.exception[0] == DISCONNECTED
+    fence = rig.answer(rig.transport.disconnect(rig.peer))
+    assert not fence.done
+    _, error = rig.outcome(rig.transport.connect(far.info))
+    assert isinstance(error, HandshakeError)
+    again = rig.connect(rig.far())
+    assert rig.read(again, BATCHES["blocks"]).state is AttemptState.DONE
+    assert all(landed(rig, BATCHES["blocks"]))
+
+
+def test_stopped_peer_lands_late(rig):
+    """A READ of a stopped peer stays pending. ``disconnect`` fails it, undrained: its bytes land
+    when the peer runs again, which drains it, and only then is the agent forgotten."""
+    far = rig.far()
+    path = rig.connect(far)
+    batch = BATCHES["blocks"]
+    assert rig.read(path, batch).state is AttemptState.DONE
+    for array in rig.arrays:
+        array[:] = 0
+    far.stop()
+    try:
+        attempt = rig.transport.post(Op.READ, path, batch)
+        rig.transport.progress()
+        assert attempt.state is AttemptState.PENDING
+        assert not rig.answer(rig.transport.disconnect(rig.peer)).done
+        assert attempt.state is AttemptState.FAILED
+        assert attempt.accepted is Accepted.UNKNOWN
+        assert not attempt.drained
+        assert not any(landed(rig, batch))
+    finally:
+        far.resume()
+    rig.until(lambda: attempt.drained, "the late completion")
+    assert attempt.state is AttemptState.FAILED
+    assert attempt.drained_by == "late completion"
+    assert all(landed(rig, batch))
+    rig.until(lambda: len(rig.transport._remotes) == 0, "the agent forgotten")
+    path = rig.connect(far)
+    assert rig.read(path, batch).state is AttemptState.DONE
+
+
+def test_refused_post(rig):
+    """What NIXL refuses when a transfer is described raises, with its class and code, and posts
+    nothing; the path goes on working."""
+    far = rig.far()
+    good = rig.connect(far)
+    payload = unwrap(Content.REGION, rig.there[0].descriptor.data)
+    address = int.from_bytes(payload[:8], "little")
+    moved = (address + (1 << 30)).to_bytes(8, "little") + payload[8:]
+    wrong = attrs.evolve(rig.there[0].descriptor, data=wrap(Content.REGION, moved))
+    path = rig.answer(rig.transport.prepare(rig.peer, [(rig.regions[0], wrong)]))
+    for batch in (Batch([0], [0], [0], [BLOCK]), Batch([0, 0], [0, 9], [0, 9], [1, 2])):
+        with pytest.raises(TransportError) as caught:
+            rig.transport.post(Op.READ, path, batch)
+        assert caught.value.engine.exception[0] == "nixl._bindings.nixlNotFoundError"
+        assert caught.value.engine.message == "NIXL_ERR_NOT_FOUND"
+    assert not any(array.any() for array in rig.arrays)
+    assert rig.read(good, BATCHES["blocks"]).state is AttemptState.DONE
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "of a connection"])
+def test_damaged_descriptor_never_reaches_nixl(rig, damage):
+    """Once NIXL has seen truncated metadata of an agent, it refuses the good one for ever: damaged
+    descriptors are refused before it sees them, and the good ones work afterwards."""
+    far = rig.far()
+    rig.connect(far)
+    data = rig.there[0].descriptor.data
+    damaged = {
+        "empty": b"",
+        "truncated": data[:-7],
+        "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+        "of a connection": far.info.data,
+    }[damage]
+    wrong = attrs.evolve(rig.there[0].descriptor, data=damaged)
+    _, error = rig.outcome(rig.transport.prepare(rig.peer, [(rig.regions[0], wrong)]))
+    assert isinstance(error, HandshakeError)
+    assert rig.read(rig.prepare(), BATCHES["blocks"]).state is AttemptState.DONE
+
+
+def test_deregistered_region_is_refused(rig):
+    """A path goes on working for the regions that are still registered, prepared lists or not."""
+    path = rig.connect(rig.far())
+    rig.transport.deregister(rig.regions[1])
+    with pytest.raises(StaleError, match="not registered"):
+        rig.transport.post(Op.READ, path, BATCHES["blocks"])
+    only_first = Batch([0], [0], [0], [BLOCK])
+    assert rig.read(path, only_first).state is AttemptState.DONE
+
+
+def test_a_process_that_used_it_exits_cleanly():
+    """UCX kills a process at exit where its ib module is loaded without a device; ours ends with
+    status 0, closed or not, and prints nothing."""
+    code = (
+        "import sys\n"
+        "from kvxfer.backends.nixl import NixlTransport\n"
+        "transport = NixlTransport()\n"
+        "if sys.argv[1] == 'close': transport.close()\n"
+    )
+    for how in ("close", "leave"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, how],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
