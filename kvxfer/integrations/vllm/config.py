@@ -1,0 +1,126 @@
+"""``kv_connector_extra_config``, checked: what a person writes to set the connector up."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import validators as v
+
+from kvxfer.agent import AgentConfig
+from kvxfer.core.control_config import ControlConfig
+from kvxfer.core.plugins import create_transport
+from kvxfer.core.transport import Transport
+from kvxfer.errors import ConfigError
+from kvxfer.policies.timeouts import Timeouts
+
+__all__ = ["ConnectorConfig"]
+
+
+def _is(kind: type) -> Any:
+    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if not isinstance(value, kind) or value == "":
+            raise ConfigError(
+                f"kv_connector_extra_config: {attribute.name} must be a {kind.__name__}, "
+                f"not {value!r}"
+            )
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorConfig:
+    """Settings of one vLLM instance; durations are seconds.
+
+    Raises:
+        ConfigError: names the key, what is expected, and the value.
+    """
+
+    backend: str = attrs.field(default="shm", validator=_is(str))
+    """What moves the bytes: the name of an installed backend."""
+
+    model: str | None = attrs.field(default=None, validator=v.optional(_is(str)))
+    """Names the weights where the two sides load them from different paths. Default: vLLM's model
+    name and revision, which then must be equal on both sides."""
+
+    bind_host: str = ControlConfig().bind_host
+    advertise_host: str | None = None
+    port_range: str | None = None
+    """See ``ControlConfig``: where the control channel listens. Loopback by default."""
+
+    lease: float = AgentConfig().lease
+    """How long prefill keeps a finished request's blocks for decode."""
+    lease_margin: float = AgentConfig().lease_margin
+
+    connect_timeout: float = Timeouts().connect
+    queue_timeout: float = Timeouts().queue
+    transfer_timeout: float = Timeouts().transfer
+    drain_timeout: float = Timeouts().drain
+    """See ``Timeouts``."""
+
+    admit_readers: bool = attrs.field(default=False, validator=_is(bool))
+    """``shm`` only: let other processes of this uid read the KV caches where Yama forbids it
+    (``kernel.yama.ptrace_scope`` is 1). See ``ShmConfig.admit_readers``."""
+
+    def __attrs_post_init__(self) -> None:
+        # Whatever is wrong is said when the engine starts, by the scheduler as by the workers.
+        _ = self.control, self.timeouts, self.agent("", "")
+        if self.admit_readers and self.backend != "shm":
+            raise ConfigError(
+                f"kv_connector_extra_config: admit_readers is for the backend 'shm', not "
+                f"{self.backend!r}"
+            )
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Read vLLM's ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: a key is unknown (with the nearest known one), or a value is wrong.
+        """
+        known = [field.name for field in attrs.fields(cls)]
+        for key in extra:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(
+                    f"kv_connector_extra_config has no key {key!r}",
+                    next_step=f"{hint}Known keys: {', '.join(known)}",
+                )
+        return cls(**extra)
+
+    @property
+    def control(self) -> ControlConfig:
+        return ControlConfig(
+            bind_host=self.bind_host,
+            advertise_host=self.advertise_host,
+            port_range=self.port_range,
+        )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(
+            connect=self.connect_timeout,
+            queue=self.queue_timeout,
+            transfer=self.transfer_timeout,
+            drain=self.drain_timeout,
+        )
+
+    def agent(self, name: str, fingerprint: str) -> AgentConfig:
+        """The configuration of the agent of that name."""
+        return AgentConfig(
+            name=name,
+            fingerprint=fingerprint,
+            lease=self.lease,
+            lease_margin=self.lease_margin,
+        )
+
+    def transport(self) -> Transport:
+        """A new transport of the backend."""
+        if self.backend != "shm":
+            return create_transport(self.backend)
+        from kvxfer.backends.shm import ShmConfig
+
+        return create_transport("shm", config=ShmConfig(admit_readers=self.admit_readers))

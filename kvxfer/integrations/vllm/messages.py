@@ -1,0 +1,48 @@
+"""What travels between the halves, through vLLM."""
+
+from __future__ import annotations
+
+import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvxfer.agent.orders import Order, Report, WorkerInfo
+
+__all__ = ["Handshake", "Load", "Reports", "Step"]
+
+
+@attrs.frozen
+class Load:
+    """Which request waits for a pull, and the blocks it has for it."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class Step(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers, each step: orders, and whose they are, by transfer id."""
+
+    orders: list[Order]
+    holds: dict[str, str]
+    loads: dict[str, Load]
+
+
+@attrs.frozen
+class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Worker to scheduler, once: how this rank is reached."""
+
+    info: WorkerInfo
+
+
+@attrs.frozen
+class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler, each step in which something happened."""
+
+    reports: tuple[Report, ...]
+
+    def aggregate(self, other: Reports) -> Reports:
+        return Reports(self.reports + other.reports)

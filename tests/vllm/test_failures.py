@@ -1,0 +1,73 @@
+"""A producer that dies: recompute or an error, as vLLM is configured, within bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm_rig import LENGTHS, PROMPTS, EngineProcess
+
+pytestmark = pytest.mark.timeout(900)
+
+Get = Callable[[str], EngineProcess]
+SECONDS = 60.0
+"""Connect, queue and drain time-outs of the rig together, and room for a loaded machine."""
+
+
+def test_killed_producer(engine: Get, expected: dict[str, list[int]]) -> None:
+    """kill -9 after the offer: one engine recomputes with equal tokens, the other says error.
+
+    Nothing stays under way on either; the producer that is started anew serves both again.
+    """
+    prefill, recompute = engine("prefill"), engine("decode")
+    names = ["killed100", "killed200"]
+    prompts = [PROMPTS[name] for name in names]
+    strict = engine("strict")
+    for_recompute, for_strict = prefill.prefill(prompts), prefill.prefill(prompts)
+    free = recompute.settle()["free"], strict.settle()["free"]
+    prefill.kill()
+
+    outputs = recompute.generate(prompts, kv=for_recompute)
+    assert [o["tokens"] for o in outputs] == [expected[name] for name in names]
+    assert outputs[0]["seconds"] < SECONDS
+
+    outputs = strict.generate(prompts, kv=for_strict)
+    assert {o["finish"] for o in outputs} == {"error"}
+    assert outputs[0]["seconds"] < SECONDS
+
+    for decode, blocks in zip((recompute, strict), free, strict=True):
+        state = decode.settle(blocks, ignored=("unconfirmed",))
+        assert state["free"] == blocks
+        # Releases are repeated towards a dead address until the lease ends.
+        assert state["tables"].pop("unconfirmed") <= len(names)
+        assert not any(state["tables"].values()), state["tables"]
+
+    again = engine("prefill")
+    prompt = PROMPTS[f"plain{LENGTHS[0]}"]
+    (params,) = again.prefill([prompt])
+    (output,) = strict.generate([prompt], kv=[params])
+    assert output["tokens"] == expected[f"plain{LENGTHS[0]}"]
+
+
+def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:
+    """A stopped producer and an abort: the blocks come back, and nothing waits for the producer.
+
+    The producer, running again, frees what it held, by the release or by its lease.
+    """
+    prefill, decode = engine("prefill"), engine("decode")
+    prompt = PROMPTS["stopped100"]
+    free, free_here = prefill.settle()["free"], decode.settle()["free"]
+    (params,) = prefill.prefill([prompt])
+    prefill.stop()
+    try:
+        decode.call("add", request_id="9003", prompt=prompt, kv=params)
+        begun = decode.settle(seconds=0.0)
+        assert begun["tables"]["scheduler pulls"] == 1
+        assert begun["free"] == free_here - 4
+        decode.call("abort", request_id="9003")
+        state = decode.settle(free_here, ignored=("unconfirmed",))
+    finally:
+        prefill.go_on()
+    assert state["free"] == free_here
+    assert state["counters"]["pull.failed.aborted"] == 1
+    assert prefill.settle(free, seconds=40.0)["free"] == free
