@@ -1,0 +1,33 @@
+# Every target sets itself up: scripts/find-python.sh looks for a CPython 3.10 to 3.13 and says
+# what to install when there is none; environments are made under .venv and .venvs, once.
+
+LANES = @python=$$(scripts/find-python.sh) && exec "$$python" scripts/lanes.py
+JOBS ?= 2
+
+.PHONY: help demo test test-all lint docs clean
+
+help: ## say what can be made
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@echo '  make lane-NAME    run one lane:'
+	$(LANES) list
+
+demo: ## blocks move from a prefill to a decode process; ARGS="--faults ..." are passed on
+	$(LANES) demo $(ARGS)
+
+test: ## the portable test suite, about as fast as tests get
+	$(LANES) run portable
+
+test-all: ## every lane: engines, Pythons, distributions, demo, documentation
+	$(LANES) run --all --jobs $(JOBS)
+
+lint: ## ruff check, ruff format, mypy --strict
+	$(LANES) run lint
+
+docs: ## build the documentation into .venvs/site
+	$(LANES) run docs
+
+lane-%:
+	$(LANES) run $*
+
+clean: ## remove the environments and everything built
+	rm -rf .venv .venvs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

