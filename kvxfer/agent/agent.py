@@ -57,6 +57,9 @@ __all__ = ["Agent"]
 
 BlocksLike = Blocks | Sequence[Blocks]
 
+_FAREWELL = 0.01
+"""Seconds given to good-byes at close."""
+
 
 class Agent:
     """Moves KV-cache blocks between this rank and its peers.
@@ -702,7 +705,9 @@ class Agent:
         end = self.clock.now() + deadline
         stopped = self._pump.stop(deadline) if self._pump is not None else True
         if stopped:
-            self._engine.farewell(self.clock.now())
+            self._engine.farewell()
+            # Closing drops what is queued: let the good-byes out. They are a courtesy only.
+            self._channel.wait(_FAREWELL)
         for transport in self._transports:
             transport.on_change(None)
             transport.close(max(0.0, end - self.clock.now()))

@@ -83,7 +83,7 @@ class Engine:
         """Whether an engine that does not wake us may have news."""
         return self.ctx.in_flight > 0 and any(t.must_be_polled for t in self.transports)
 
-    def farewell(self, now: float) -> None:
+    def farewell(self) -> None:
         """Tell the peers that we close; once, they notice anyway."""
         for link in self.links:
             if link.hello is not None:

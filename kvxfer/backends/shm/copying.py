@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvxfer.core.batch import Batch
+
 if TYPE_CHECKING:
     from kvxfer.core.batch import Int64Array
 
@@ -26,17 +28,15 @@ _STAGED_FROM = 16
 """Fewer pieces than this do not pay for setting up the staged copy."""
 
 
-def merge(
-    target: Int64Array, source: Int64Array, size: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def merge(batch: Batch) -> Batch:
     """Join neighbours that are contiguous on both sides: random ids gain nothing, runs a lot."""
-    if len(size) < 2:
-        return target, source, size
-    joined = (target[1:] == target[:-1] + size[:-1]) & (source[1:] == source[:-1] + size[:-1])
+    pair, local, remote, size = batch.pair, batch.local, batch.remote, batch.size
+    joined = (local[1:] == local[:-1] + size[:-1]) & (remote[1:] == remote[:-1] + size[:-1])
+    joined &= pair[1:] == pair[:-1]
     if not joined.any():
-        return target, source, size
+        return batch
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return target[first], source[first], np.add.reduceat(size, first)
+    return Batch(pair[first], local[first], remote[first], np.add.reduceat(size, first))
 
 
 def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratch: Any) -> None:

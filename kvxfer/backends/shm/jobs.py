@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "CopyJob", "ProbeTask", "probe"]
 
-CHUNK_BYTES = 4 << 20
-"""Bytes copied before another peer gets its turn: about a millisecond."""
-CHUNK_PIECES = 1024
-"""As many as one process_vm_readv takes."""
+CHUNK_BYTES = 16 << 20
+"""Bytes copied at most before another peer gets its turn: a few milliseconds."""
+CHUNK_BYTES_MIN = 1 << 20
+"""Smaller chunks would spend a tenth of their time on being chunks."""
+CHUNK_PIECES = 4096
 
 
 class CopyJob:
     """The copies of one attempt. Settles it when the last chunk has ended, on that thread.
 
-    ``settled`` is called once, afterwards.
+    ``settled`` is called once, afterwards; ``lost`` whenever the peer's process is found ended.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CopyJob:
         peer: ShmPeer,
         used: Sequence[RemoteRegion],
         *,
+        workers: int,
         settled: Callable[[CopyJob], None],
         lost: Callable[[ShmPeer], None],
     ) -> None:
@@ -56,10 +58,13 @@ class CopyJob:
         self._lock = threading.Lock()
         self._error: EngineError | None = None
         self._moved = False
+        # Two chunks per thread let all of them end at about the same time.
+        share = attempt.batch.nbytes // (2 * workers)
+        max_nbytes = min(max(share, CHUNK_BYTES_MIN), CHUNK_BYTES)
         self.tasks = [
             _ChunkTask(self, part, in_place)
-            for batch, in_place in self._by_place(attempt.batch)
-            for part in batch.cut(max_pieces=CHUNK_PIECES, max_nbytes=CHUNK_BYTES)
+            for batch, in_place in self._by_place(merge(attempt.batch))
+            for part in batch.cut(max_pieces=CHUNK_PIECES, max_nbytes=max_nbytes)
         ]
         self._left = len(self.tasks)
 
@@ -105,12 +110,11 @@ class CopyJob:
         far = self.path.far[batch.pair] + batch.remote
         reading = self.attempt.op is Op.READ
         target, source = (near, far) if reading else (far, near)
-        target, source, size = merge(target, source, batch.size)
         self._moved = True
         if in_place:
-            self._read_in_place(target, source, size)
+            self._read_in_place(target, source, batch.size)
             return
-        copy_pieces(target, source, size, scratch)
+        copy_pieces(target, source, batch.size, scratch)
         wrong = self.verdict()
         # What a dead process left in its memory file stays as it was: a READ of it counts.  A
         # WRITE does not: nobody will ever look at it.

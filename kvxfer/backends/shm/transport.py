@@ -322,6 +322,7 @@ class ShmTransport(Transport):
             path,
             peer,
             [path.remote[p] for p in pairs],
+            workers=self.config.workers,
             settled=self._settled,
             lost=self._lost,
         )

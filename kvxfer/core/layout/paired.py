@@ -277,7 +277,8 @@ class LayersPlan(PairedPlan):
             ):
                 pattern[:, 0] = offsets
                 pattern[:, 2] = device
-                at = bases + [checked_address(addresses[pair]) for pair in group.pair.tolist()]
+                begin = [checked_address(addresses[pair]) for pair in group.pair.tolist()]
+                at = bases + np.array(begin, np.int64)
                 out = rows[start : start + m * n].reshape(m, n, 3)
                 for first in range(0, m, step):
                     part = out[first : first + step]

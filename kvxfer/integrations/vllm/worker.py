@@ -26,7 +26,7 @@ __all__ = ["WorkerHalf"]
 
 logger = logging.getLogger(__name__)
 
-_WORTH_A_LINE = (Failed, Drained, Quarantined, Expired, PeerDown)
+_WORTH_A_LINE = (Failed, Quarantined, Expired, PeerDown)
 
 
 class WorkerHalf:
@@ -63,7 +63,8 @@ class WorkerHalf:
             self._reports.append(report)
         for event in report.events:
             if isinstance(event, _WORTH_A_LINE):
-                logger.warning("kvxfer: %s", event)
+                why = getattr(event, "error", None) or getattr(event, "reason", "")
+                logger.warning("kvxfer %s %s: %s", type(event).__name__, event.transfer_id, why)
             match event:
                 case Sent() | Declined() | Expired() | Failed(role=Role.PRODUCER):
                     if event.transfer_id in self._holds:
