@@ -368,7 +368,12 @@ class Agent:
             handle, pin = entry.handle, entry.pin
 
             def pull(now: float) -> None:
-                self._engine.consumer.pull(offer, spec, handle, pin=pin, last=last, now=now)
+                consumer = self._engine.consumer
+                try:
+                    consumer.pull(offer, spec, handle, pin=pin, last=last, now=now)
+                except KvxferError:
+                    consumer.give_back(offer, now)
+                    raise
 
             self._order(pull, handle, pinned=(pin, groups))
         return handle
@@ -645,16 +650,21 @@ class Agent:
             if isinstance(order, (o.PullOrder, o.DeclineOrder))
             else getattr(order, "transfer_id", "")
         )
-        self._ctx.emit(
-            Failed(
-                transfer_id=transfer_id,
-                role=Role.CONSUMER if consumer else Role.PRODUCER,
-                kind=ErrorKind.INVALID,
-                error=TransferError(str(error), kind=ErrorKind.INVALID),
-                blocks=blocks,
-                drained=True,
-            )
+        event = Failed(
+            transfer_id=transfer_id,
+            role=Role.CONSUMER if consumer else Role.PRODUCER,
+            kind=error.kind,
+            error=TransferError(str(error), kind=error.kind),
+            blocks=blocks,
+            drained=True,
         )
+
+        def refuse(now: float) -> None:
+            if isinstance(order, o.PullOrder):
+                self._engine.consumer.give_back(order.offer, now)
+            self._ctx.emit(event)
+
+        self._order(refuse)
 
     def report(self) -> o.Report:
         """``poll`` in the form that goes up to ``SchedulerAgent.apply``."""

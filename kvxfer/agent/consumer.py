@@ -166,6 +166,15 @@ class Consumer:
             )
         self._ctx.counters.count("declines.sent")
 
+    def give_back(self, offer: Offer, now: float) -> None:
+        """A pull was refused here: do not let the producer hold for the rest of the lease."""
+        if offer.transfer_id in self.pulls:
+            return  # the refused one was a second pull of the same
+        try:
+            self.decline(offer, now)
+        except (InvalidInputError, CapacityError):
+            self._ctx.counters.count("declines.not_sent")
+
     def renew(self, offers: Sequence[Offer], now: float) -> None:
         """Keep holds alive for requests that wait; remembers the grants for their pulls."""
         for offer in offers:

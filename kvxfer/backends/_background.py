@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer.core.pollable import Deferred, Pollable
@@ -21,11 +24,16 @@ MAX_JOBS = 1024
 """Jobs that may wait for one thread. A peer that is stopped must not fill our memory."""
 
 
+EXIT_WAIT_S = 6.0
+"""How long the interpreter's exit waits for threads inside engines: it would abort on them.
+MoRI-IO gives up on a silent peer after 5 s."""
+
+
 class Gate:
     """Counts the threads inside an engine: ``with gate:`` around every call that may wait there.
 
     Once closed, none gets in any more: entering raises ``ClosedError``.  Any thread; a thread may
-    be inside more than once.
+    be inside more than once.  All gates are closed when the interpreter exits.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,6 +42,7 @@ class Gate:
         self._closed = False
         self._lock = threading.Lock()
         self._empty = threading.Event()
+        _gates.add(self)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -54,6 +63,16 @@ class Gate:
             if not self._inside:
                 return True
         return self._empty.wait(timeout)
+
+
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+@atexit.register
+def _empty_engines() -> None:
+    end = time.monotonic() + EXIT_WAIT_S
+    for gate in tuple(_gates):
+        gate.close(max(end - time.monotonic(), 0.0))
 
 
 class JobThread:

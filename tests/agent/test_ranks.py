@@ -162,10 +162,13 @@ def test_scheduler_refuses_incomplete_or_disagreeing_workers(rig: Rig) -> None:
 def test_order_that_cannot_be_carried_out_is_an_event(rig: Rig) -> None:
     """The step thread sees no exception out of ``execute``: a failed order is a value."""
     decode, (c,) = instance(rig, "c", 1)
-    prefill, _ = instance(rig, "p", 1)
+    prefill, (p,) = instance(rig, "p", 1)
     decode.pull(prefill.hold("t", at(0, 5)), at(0, 99))
+    hand_down(prefill, [p])
     c.agent.execute(decode.take_orders())
     combined = Combiner(decode, [c])
     rig.run(lambda: bool(combined()))
     assert combined.events[0].kind is ErrorKind.INVALID  # type: ignore[attr-defined]
     assert "99" in str(combined.events[0].error)  # type: ignore[attr-defined]
+    assert combined.events[0].blocks == ((99,),)  # type: ignore[attr-defined]
+    rig.run(lambda: bool(p.of(Declined)))  # and the producer does not hold for a whole lease

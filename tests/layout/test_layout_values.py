@@ -132,6 +132,48 @@ def test_slices_keep_positions() -> None:
         blocks[::2]
 
 
+def test_manager_and_kernel_ids() -> None:
+    """Ids of manager blocks become ids of the kernel blocks inside them, and back."""
+    forms = [
+        Blocks.at(3, [4, 1]),
+        Blocks.placed([1, 7], [4, 1]),
+        Blocks.unplaced([4, 1]),
+        Blocks.at(0, [1], share=TokenShare(1, 2)),
+    ]
+    for blocks in forms:
+        assert blocks.split(3).join(3) == blocks
+        assert blocks.split(1) == blocks == blocks.join(1)
+    assert Blocks.at(3, [4, 1]).split(2) == Blocks.at(6, [8, 9, 2, 3])
+    holes = Blocks.at(0, [0, 5], placeholder=0).split(2)
+    assert (holes.real_ids.tolist(), holes.holes.tolist()) == ([10, 11], [True, True, False, False])
+    # A side described in kernel blocks pairs with one described in manager blocks.
+    manager, kernel = flat(8, 16), flat(32, 4)
+    plan = plan_blocks(kernel, Blocks.at(0, [5, 2]).split(4), manager, Blocks.at(0, [1, 7]))
+    whole = plan_blocks(manager, Blocks.at(0, [5, 2]), manager, Blocks.at(0, [1, 7]))
+    assert set(zip(*plan.merged().lists(), strict=True)) == set(zip(*whole.lists(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Blocks.at(0, [1]).split(0), "ratio must lie in"),
+        (lambda: Blocks.at(0, [2**62]).split(4), "cannot be split by 4"),
+        (lambda: Blocks.at(0, [-1]).split(2), "cannot be split by 2"),
+        (lambda: Blocks.at(0, [2, 3, 5]).join(2), "ids are not made of whole runs of 2"),
+        (lambda: Blocks.at(0, [3, 4]).join(2), "begin at a multiple"),
+        (lambda: Blocks.at(0, [2, 2]).join(2), "ids are not made"),
+        (lambda: Blocks.at(1, [2, 3]).join(2), "start 1 is no multiple"),
+        (lambda: Blocks.placed([0, 3], [2, 3]).join(2), "positions are not made"),
+        (lambda: Blocks.at(0, [2, 3], placeholder=3).join(2), "placeholders"),
+        (lambda: Blocks.at(0, [2]).join(True), "ratio must lie in"),
+    ],
+)
+def test_what_is_no_whole_block_is_refused(make, text: str) -> None:
+    """Splitting and joining never round: what does not divide is an error."""
+    with pytest.raises(InvalidInputError, match=text):
+        make()
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

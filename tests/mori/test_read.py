@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import subprocess
+import sys
 import threading
 import time
 
@@ -372,3 +374,50 @@ def test_descriptor_of_another_size_is_refused(rig):
         _, error = r.outcome(r.transport.prepare(peer, [(here, wrong)]))
         assert isinstance(error, HandshakeError)
         assert "descriptor" in error.message
+
+
+LEAVE = """
+import os, signal, sys
+import numpy as np
+from kvxfer.backends.moriio import MoriioConfig, MoriioTransport
+from kvxfer.core.memory import Descriptor, span_of
+from kvxfer.core.transport import PeerInfo
+
+def answer(pollable):
+    while pollable.poll() == (None, None):
+        pass
+    return pollable.poll()[0]
+
+info = PeerInfo(transport="moriio", incarnation=sys.argv[1], data=bytes.fromhex(sys.argv[2]))
+there = Descriptor(
+    transport="moriio", incarnation=sys.argv[1], region_id=0, nbytes=int(sys.argv[3]),
+    data=bytes.fromhex(sys.argv[4]),
+)
+transport = MoriioTransport(MoriioConfig(control_timeout_ms=1000))
+here = transport.register(span_of(np.zeros(there.nbytes, np.uint8)))
+peer = answer(transport.connect(info))
+os.kill(int(sys.argv[5]), signal.SIGSTOP)
+preparing = transport.prepare(peer, [(here, there)])
+while not transport._gate._inside:
+    assert preparing.poll() == (None, None)
+"""
+
+
+def test_exit_with_a_thread_inside_the_engine(rig):
+    """A process that ends while its engine waits for a silent peer ends with status 0: the exit
+    waits for the engine, which would otherwise abort."""
+    r = rig()
+    far = r.far()
+    there = far.register(NBYTES).descriptor
+    arguments = [far.info.incarnation, far.info.data.hex(), str(NBYTES), there.data.hex()]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVE, *arguments, str(far.pid)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        far.resume()
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -426,6 +426,23 @@ def test_a_second_run_in_one_process_must_wait(softrdma: SoftRdma, mori_pair: Ma
     assert pair.session.read(0, 0, PIECE).wait().ok
 
 
+def test_a_table_of_another_version_is_refused(
+    softrdma: SoftRdma, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process does not join a table that another version of the library made, and leaves it as
+    it is."""
+    name = new_name()
+    table = DIRECTORY / name
+    table.write_bytes(b"other" * 100)
+    try:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, name)
+        with pytest.raises(KvxferError, match="another version of the software verbs library"):
+            SoftRdma().__enter__()
+        assert table.read_bytes() == b"other" * 100
+    finally:
+        table.unlink()
+
+
 IN_TWO_RUNS = """
 from kvxfer.testing.softrdma.check import check
 check()

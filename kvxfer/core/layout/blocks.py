@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvxfer.core.layout._checks import Int64Array, int64_vector, is_count, is_nonnegative
+from kvxfer.core.layout._checks import INT64_MAX, Int64Array, int64_vector, is_count, is_nonnegative
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ __all__ = ["Blocks", "TokenShare"]
 
 _MAX_POSITION = 2**32
 """Positions beyond this are refused: times any block size and share they stay within int64."""
+
+_MAX_RATIO = 2**20
 
 _FLAG_LIMIT = 2**20
 """Up to about this many blocks a table of flags finds duplicates faster than sorting."""
@@ -244,6 +246,65 @@ class Blocks:
             return int(same[0])
         self._unique = True
         return None
+
+    def split(self, ratio: int) -> Blocks:
+        """The same memory counted in blocks ``ratio`` times smaller (manager to kernel ids).
+
+        Block ``b`` at position ``p`` becomes blocks ``b * ratio`` to ``b * ratio + ratio - 1`` at
+        positions ``p * ratio`` onwards.
+
+        Raises:
+            InvalidInputError: ``ratio`` is below 1, or an id is too large for it.
+        """
+        if type(ratio) is not int or not 1 <= ratio <= _MAX_RATIO:
+            raise InvalidInputError(f"ratio must lie in 1..{_MAX_RATIO}, not {ratio!r}")
+        if self.top > INT64_MAX // ratio:
+            raise InvalidInputError(f"ids up to {self.top} cannot be split by {ratio}")
+        inner = np.arange(ratio, dtype=np.int64)
+        ids = np.add.outer(self.real_ids * ratio, inner).reshape(-1)
+        blocks = Blocks._of(ids, None, self.share)
+        if self.holes is not None:
+            holes = np.repeat(self.holes, ratio)
+            full = np.zeros(len(holes), np.int64)
+            full[~holes] = ids
+            holes.flags.writeable = False
+            blocks.ids, blocks.holes = _frozen(full), holes
+        if self._start is not None:
+            blocks._start = self._start * ratio
+        elif self._positions is not None:
+            positions = np.add.outer(self._positions * ratio, inner).reshape(-1)
+            blocks._positions = _frozen(positions)
+        return blocks
+
+    def join(self, ratio: int) -> Blocks:
+        """The same memory counted in blocks ``ratio`` times larger (kernel to manager ids).
+
+        Raises:
+            InvalidInputError: the list is not made of whole larger blocks: it must hold runs of
+                ``ratio`` neighbours, the first id (and position) of each a multiple of ``ratio``.
+        """
+        if type(ratio) is not int or not 1 <= ratio <= _MAX_RATIO:
+            raise InvalidInputError(f"ratio must lie in 1..{_MAX_RATIO}, not {ratio!r}")
+        if self.holes is not None:
+            raise InvalidInputError("lists with placeholders cannot be joined")
+        positions = self._positions
+        small = [self.ids] if positions is None else [self.ids, positions]
+        for what, vector in zip(("ids", "positions"), small, strict=False):
+            rows = vector[: len(vector) // ratio * ratio].reshape(-1, ratio)
+            whole = np.array_equal(rows, rows[:, :1] // ratio * ratio + np.arange(ratio))
+            if rows.size != len(vector) or not whole:
+                raise InvalidInputError(
+                    f"the {what} are not made of whole runs of {ratio} that begin at a multiple "
+                    f"of {ratio}"
+                )
+        if (self._start or 0) % ratio:
+            raise InvalidInputError(f"start {self._start} is no multiple of {ratio}")
+        blocks = Blocks._of(self.ids[::ratio] // ratio, None, self.share)
+        if self._start is not None:
+            blocks._start = self._start // ratio
+        elif positions is not None:
+            blocks._positions = _frozen(positions[::ratio] // ratio)
+        return blocks
 
     def __getitem__(self, part: slice) -> Blocks:
         """A run of entries, each at its old position. Only slices of step 1."""

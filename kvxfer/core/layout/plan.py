@@ -178,8 +178,8 @@ class Plan:
     def merged(self) -> Plan:
         """The same bytes in as few pieces as possible.
 
-        Pieces are joined where they touch on both sides; pieces are ordered by local offset first
-        if they are not yet.
+        Pieces are joined where they touch on both sides; if any are, all come out in the order of
+        their local offsets.
         """
         found = merge_order(self.local, self.remote, self.size, None)
         if found is None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.backends.shm.copying import SCRATCH_BYTES, copy_pieces, merge
+from kvxfer.core.batch import Batch
 
 
 def plainly(memory, target, source, size):
@@ -19,13 +20,16 @@ def plainly(memory, target, source, size):
 
 
 def check(memory, half, target, source, size):
-    """Sources lie below ``half``, targets above: ``copy_pieces`` and ``merge`` agree with it."""
+    """Sources lie below ``half``, targets above: ``copy_pieces`` agrees, also after ``merge``."""
     expected = plainly(memory, target + half, source, size)
-    base = memory.ctypes.data
-    merged = merge(base + half + target, base + source, size)
-    assert merged[2].sum() == size.sum()
-    copy_pieces(*merged, np.empty(SCRATCH_BYTES, np.uint8))
-    assert (memory == expected).all()
+    merged = merge(Batch(np.zeros(len(size), int), target, source, size))
+    assert merged.nbytes == size.sum()
+    original, base = memory.copy(), memory.ctypes.data
+    for batch in (merged, Batch(np.zeros(len(size), int), target, source, size)):
+        memory[:] = original
+        scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        copy_pieces(base + half + batch.local, base + batch.remote, batch.size, scratch)
+        assert (memory == expected).all()
 
 
 @settings(max_examples=150, deadline=None)
@@ -67,12 +71,20 @@ def test_unequal_pieces(sizes, gaps, seed):
 
 
 def test_merge_joins_exactly_the_runs():
-    """Pieces merge if and only if they follow each other on both sides."""
-    target = np.array([0, 10, 20, 40, 50, 60], np.int64)
-    source = np.array([100, 110, 130, 150, 160, 170], np.int64)
-    size = np.array([10, 10, 10, 10, 10, 5], np.int64)
-    merged = [v.tolist() for v in merge(target, source, size)]
-    assert merged == [[0, 20, 40], [100, 130, 150], [20, 10, 25]]
+    """Pieces merge if and only if they follow each other on both sides of one pair."""
+    batch = Batch(
+        [0, 0, 0, 0, 0, 0, 1],
+        [0, 10, 20, 40, 50, 60, 65],
+        [100, 110, 130, 150, 160, 170, 175],
+        [10, 10, 10, 10, 10, 5, 5],
+    )
+    assert merge(batch).lists() == (
+        [0, 0, 0, 1],
+        [0, 20, 40, 65],
+        [100, 130, 150, 175],
+        [20, 10, 25, 5],
+    )
+    assert merge(batch.slice(2, 4)).lists() == batch.slice(2, 4).lists()
 
 
 @pytest.mark.parametrize("unit", [4096, 16384, 65536])

@@ -44,9 +44,9 @@ static void retire(struct soft_qp *qp, const struct send_work *work, enum ibv_wc
         atomic_fetch_add(&counters.flushed, 1);
     } else {
         atomic_fetch_add(&counters.failed, 1);
-        atomic_store(&qp->entry->state, IBV_QPS_ERR);
-        doorbell_ring(); /* our receiver flushes the receive queue */
     }
+    if (status != IBV_WC_SUCCESS && atomic_exchange(&qp->entry->state, IBV_QPS_ERR) != IBV_QPS_ERR)
+        doorbell_ring(); /* our receiver flushes the receive queue */
     if (status == IBV_WC_SUCCESS && !work->signaled)
         return;
     struct ibv_wc completion = {

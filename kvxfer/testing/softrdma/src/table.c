@@ -52,28 +52,39 @@ static int open_locked(const char *name) {
     }
 }
 
+/* Gives a new object its size. A table of another size belongs to another build: changing it would
+ * pull the ground from under the processes that use it. */
+static int check_size(int fd) {
+    struct stat info;
+    if (fstat(fd, &info) != 0)
+        return errno;
+    if (info.st_size == 0)
+        return ftruncate(fd, sizeof(struct table)) == 0 ? 0 : errno;
+    return info.st_size == sizeof(struct table) ? 0 : EPROTO;
+}
+
+static int check_layout(struct table *mapped) {
+    uint32_t layout = 0; /* new: nobody has written to it */
+    if (atomic_compare_exchange_strong(&mapped->layout, &layout, TABLE_LAYOUT))
+        return 0;
+    return layout == TABLE_LAYOUT ? 0 : EPROTO;
+}
+
 static int map_table(const char *name) {
     int fd = open_locked(name);
     if (fd < 0)
         return errno;
-    if (ftruncate(fd, sizeof(struct table)) != 0) {
-        int error = errno;
+    struct table *mapped = MAP_FAILED;
+    int error = check_size(fd);
+    if (error == 0) {
+        mapped = mmap(NULL, sizeof *mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        error = mapped == MAP_FAILED ? errno : check_layout(mapped);
+    }
+    if (error != 0) {
+        if (mapped != MAP_FAILED)
+            munmap(mapped, sizeof *mapped);
         close(fd);
         return error;
-    }
-    struct table *mapped =
-        mmap(NULL, sizeof(struct table), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (mapped == MAP_FAILED) {
-        int error = errno;
-        close(fd);
-        return error;
-    }
-    uint32_t layout = 0;
-    if (!atomic_compare_exchange_strong(&mapped->layout, &layout, TABLE_LAYOUT) &&
-        layout != TABLE_LAYOUT) {
-        munmap(mapped, sizeof *mapped);
-        close(fd);
-        return EPROTO;
     }
     if (table != NULL) {
         munmap(table, sizeof *table);
