@@ -75,7 +75,9 @@ class AgentConfig:
     """
 
     name: str = attrs.field(default="kvxfer", validator=v.instance_of(str))
-    fingerprint: str = attrs.field(default="", validator=v.instance_of(str))
+    fingerprint: str = attrs.field(
+        default="", validator=v.and_(v.instance_of(str), v.max_len(512))
+    )
     progress: Progress = attrs.field(default=Progress.THREAD, converter=Progress)
     lease: float = attrs.field(default=30.0, validator=_duration)
     lease_margin: float = attrs.field(default=2.0, validator=_duration)

@@ -87,8 +87,10 @@ class Draining:
             answer, error = fence.poll()
             if answer is None and error is None:
                 pending.append(fence)
-            elif error is not None or (answer is not None and not answer.done):
-                self._reasons.append(str(error) if answer is None else answer.reason)
+            elif answer is None:
+                self._reasons.append(str(error))
+            elif not (answer.done if self._peers_write else answer.ours_done):
+                self._reasons.append(answer.reason)
         self._fences = pending
         if not pending and not self._reasons:
             self._on_fenced()

@@ -67,6 +67,9 @@ class Capabilities:
     ops: frozenset[tuple[Op, MemoryKind, MemoryKind]]
     """(op, local kind, remote kind) that work."""
     visibility: Visibility
+    """What DONE says of a WRITE, and of a READ too unless ``read_visibility`` says more."""
+    read_visibility: Visibility | None = None
+    """Where a READ promises more: its destination is our own memory."""
     signal: Signal = Signal.NONE
     cancel: Cancel = Cancel.NONE
     fence: FenceScope = FenceScope.NONE
@@ -85,6 +88,12 @@ class Capabilities:
     """IP versions the engine can reach peers over; empty where it uses no network."""
     process_local: bool = False
     """Only peers inside the same process can be reached."""
+
+    def visible(self, op: Op) -> Visibility:
+        """What DONE says of ``op``."""
+        if op is Op.READ and self.read_visibility is not None:
+            return self.read_visibility
+        return self.visibility
 
     def supports(self, op: Op, local: MemoryKind, remote: MemoryKind) -> bool:
         return (op, local, remote) in self.ops

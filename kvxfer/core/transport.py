@@ -55,12 +55,19 @@ class PeerInfo:
 class Fence:
     """The answer to ``fence`` and ``disconnect``.
 
-    ``done``: nothing of that peer's incarnation lands any more; the attempts concerned are marked
-    drained.  Otherwise ``reason`` says why the engine cannot prove it.
+    ``done``: nothing between us and that peer's incarnation lands any more, in either memory; our
+    attempts on it are marked drained.  Otherwise ``reason`` says what the engine cannot prove.
+    ``ours_done`` is the weaker half: nothing that *we* posted lands any more, which is all that a
+    failed READ needs.  An engine that can prove only that says so.
     """
 
     done: bool
     reason: str = ""
+    ours_done: bool = attrs.field()
+
+    @ours_done.default
+    def _whole_proves_half(self) -> bool:
+        return self.done
 
 
 class Peer:

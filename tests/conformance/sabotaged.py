@@ -278,13 +278,13 @@ class WaitsInConnect(Honest):
 
 class WaitsInProgress(Honest):
     def _advance(self, budget):
-        time.sleep(0.03)
+        time.sleep(0.05)
         super()._advance(budget)
 
 
 class WaitsInPost(Honest):
     def _post(self, attempt):
-        time.sleep(0.03)
+        time.sleep(0.05)
         super()._post(attempt)
 
 
@@ -306,12 +306,12 @@ class TakesOldDescriptors(Honest):
 
 
 class ChangesItsAnswer(Honest):
-    def _prepare(self, peer, pairs):
-        transport, prepare = self, super()._prepare
+    def prepare(self, peer, pairs):
+        prepare = super().prepare
 
         class Anew:
             def poll(self):
-                return prepare(peer, pairs).poll() if not transport.closed else (None, None)
+                return prepare(peer, pairs).poll()
 
         return Anew()
 

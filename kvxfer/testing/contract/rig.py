@@ -36,7 +36,7 @@ class Rig:
         Where DONE means visible, this must be true at the first look.
         """
         near, far = applied(op, batch, self.near_bytes, self.far_bytes)
-        if self.pair.near.transport.capabilities.visibility is not Visibility.VISIBLE:
+        if self.pair.near.transport.capabilities.visible(op) is not Visibility.VISIBLE:
             self.pair.until(
                 lambda: self._matches(near, far), f"bytes of {what or op.value} visible after DONE"
             )
