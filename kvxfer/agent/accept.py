@@ -16,6 +16,7 @@ from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.core import wire
 from kvxfer.core.acks import Ack, AckOutcome, AckReconciler
 from kvxfer.core.events import BlockIds, Failed, Received, Role
+from kvxfer.core.verdict import Op
 from kvxfer.errors import ErrorKind, TransferError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Accepting:
         blocks: tuple[Blocks, ...],
         pin: int,
         writers: Collection[int] | None,
+        expected_nbytes: int,
         duration: float,
         now: float,
     ) -> None:
@@ -70,6 +72,10 @@ class Accepting:
         )
         self._payload: tuple[int, bytes] = (2**62, b"")
         self._nbytes = 0
+        self._expected_nbytes = expected_nbytes
+        """At least so many bytes must have been written when all have sealed."""
+        self._complete = False
+        """All ranks that had to seal did; what other writers may still do is waited for."""
         self.error: TransferError | None = None
         self.draining: Draining | None = None
         self.ended = False
@@ -90,7 +96,7 @@ class Accepting:
                 now,
             )
         for writer in self._writers.values():
-            if self.error is None and not writer.link.usable and not writer.sealed:
+            if self.error is None and not writer.link.usable and not writer.drained:
                 self.fail(
                     TransferError(
                         f"the producer was lost before it sealed: {writer.link.error}",
@@ -100,6 +106,8 @@ class Accepting:
                 )
         if self.error is not None:
             self._publish_failure(now)
+        elif self._complete and self._drained():
+            self._publish_success()
         else:
             self._ctx.at(self, self._deadline)
 
@@ -149,7 +157,34 @@ class Accepting:
             if seal.payload and source < self._payload[0]:
                 self._payload = (source, seal.payload)
         if result.outcome is AckOutcome.COMPLETE:
-            self._publish_success()
+            self._all_sealed(now)
+
+    def _all_sealed(self, now: float) -> None:
+        """Every rank sealed. Others that were granted must not write into what we hand out."""
+        if self._nbytes < self._expected_nbytes:
+            self.fail(
+                TransferError(
+                    f"sealed with {self._nbytes} bytes, but the accepted blocks have "
+                    f"{self._expected_nbytes}",
+                    kind=ErrorKind.INVALID,
+                    next_step="push every layer and block, or accept with uncovered_local",
+                ),
+                now,
+            )
+            return
+        self._complete = True
+        self._cancel_others(ErrorKind.STALE, "another producer has sealed", now)
+        self._ctx.soon(self)
+
+    def _cancel_others(self, kind: ErrorKind, message: str, now: float) -> None:
+        """Have every writer that may still write stop, and say when it is drained."""
+        for writer in self._writers.values():
+            if not writer.drained and writer.link.usable:
+                writer.link.mailbox.mail(
+                    wire.Cancel(self.ref, kind.value, message[:4096]),
+                    now=now,
+                    until=now + self._ctx.timeouts.drain + self._ctx.timeouts.ack,
+                )
 
     def on_push_failed(
         self, sender: str, message: wire.PushFailed, kind: ErrorKind, now: float
@@ -159,7 +194,19 @@ class Accepting:
         if writer is None:
             return
         writer.drained = writer.drained or message.drained
-        if self.draining is None:
+        if not message.began and message.drained and not writer.sealed:
+            # It never began: the others decide.
+            writer.link.unwatch(self)
+            del self._writers[sender]
+        elif self._complete and self.draining is None:
+            self.fail(
+                TransferError(
+                    "two producers wrote into the same blocks: what they hold is not known",
+                    kind=ErrorKind.STALE,
+                ),
+                now,
+            )
+        elif self.draining is None:
             self.fail(TransferError(f"the producer failed: {message.message}", kind=kind), now)
         self._ctx.soon(self)
 
@@ -170,13 +217,7 @@ class Accepting:
         if self.error is not None or self.ended or self.draining is not None:
             return
         self.error = error
-        for writer in self._writers.values():
-            if not writer.drained and writer.link.usable:
-                writer.link.mailbox.mail(
-                    wire.Cancel(self.ref, error.kind.value, error.message[:4096]),
-                    now=now,
-                    until=now + self._ctx.timeouts.drain + self._ctx.timeouts.ack,
-                )
+        self._cancel_others(error.kind, error.message, now)
         self._ctx.soon(self)
 
     def _drained(self) -> bool:
@@ -194,14 +235,10 @@ class Accepting:
         self.handle.payload = self._payload[1]
         self._ctx.counters.count("accept.bytes", self._nbytes)
         self._end()
-        self._ctx.emit(
-            Received(
-                transfer_id=self.handle.transfer_id,
-                nbytes=self._nbytes,
-                payload=self._payload[1],
-            )
+        event = Received(
+            transfer_id=self.handle.transfer_id, nbytes=self._nbytes, payload=self._payload[1]
         )
-        self.handle._finish(TransferState.DONE, drained=True)
+        self.handle._finish(TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event))
 
     def _publish_failure(self, now: float) -> None:
         error = self.error
@@ -226,7 +263,9 @@ class Accepting:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[w.link for w in self._writers.values() if not w.drained],
+                op=Op.WRITE,
                 peers_write=True,
+                abandon=lambda: None,
                 is_drained=self._drained,
                 on_fenced=self._fenced,
                 free=lambda _now: self._end(),
@@ -234,8 +273,9 @@ class Accepting:
                 now=now,
             )
             self._consumer.draining_began(self.draining)
-        self._ctx.emit(event)
-        self.handle._finish(TransferState.FAILED, drained=drained)
+        self.handle._finish(
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+        )
 
     def _end(self) -> None:
         self.ended = True

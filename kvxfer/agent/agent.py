@@ -6,11 +6,13 @@ All methods may be called from any thread.  None but ``open``, ``register_kv_cac
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,7 +20,7 @@ import attrs
 from kvxfer.agent import orders as o
 from kvxfer.agent.accept import destinations
 from kvxfer.agent.caches import Caches, LayerCache, register_caches
-from kvxfer.agent.config import AgentConfig, Progress
+from kvxfer.agent.config import AgentConfig, Progress, seconds_of
 from kvxfer.agent.context import Context
 from kvxfer.agent.engine import Engine
 from kvxfer.agent.handles import TransferHandle, TransferState
@@ -40,6 +42,7 @@ from kvxfer.errors import (
     HandshakeError,
     InvalidInputError,
     KvxferError,
+    RegionBusyError,
     TransferError,
 )
 
@@ -103,6 +106,8 @@ class Agent:
         self._given_ranks = ranks
         self._caches = Caches()
         self._handles: dict[tuple[Role, str], _Open] = {}
+        self._failed: collections.OrderedDict[tuple[Role, str], _Open] = collections.OrderedDict()
+        """Failed before their last submit."""
         self._lock = threading.Lock()
         self._epochs = itertools.count(1)
         self._listeners: dict[object, Callable[[], None]] = {}
@@ -125,6 +130,7 @@ class Agent:
             classifier=classifier or _default_classifier(),
             rng=rng or random.Random(),  # noqa: S311 - spreads retries, guards nothing
             channel=self._channel,
+            clock=self.clock,
             observer=self._observe,
         )
         self._local = LocalHello(
@@ -213,7 +219,7 @@ class Agent:
         """
         self._check_open()
         layers = _as_layers(caches, layout, groups or {})
-        if self._engine.consumer.pins or len(self._engine.producer.leases):
+        if self._busy or self._engine.consumer.drainings or self._engine.producer.drainings:
             raise InvalidInputError(
                 "transfers still use the caches registered before", next_step="drain() first"
             )
@@ -223,6 +229,7 @@ class Agent:
 
         def change(now: float) -> None:
             self._local.caches = new
+            self._local.revision += 1
             if self._given_ranks is None:
                 self._local.ranks = _single_rank(new)
             self._engine.consumer.caches_changed(new.blocks_per_group)
@@ -240,7 +247,11 @@ class Agent:
     def _deregister(self, caches: Caches) -> None:
         for transport in self._transports:
             for region in caches.regions.get(transport.name, ()):
-                transport.deregister(region)
+                try:
+                    transport.deregister(region)
+                except RegionBusyError:
+                    # What was reclaimed without proof is still in the engine's hands: so is it.
+                    self._ctx.counters.count("regions.left_registered")
 
     def connect(self, peers: Iterable[str | Endpoint]) -> None:
         """Begin to reach peers before they are needed. Never waits; ``PeerUp`` says it worked.
@@ -350,6 +361,13 @@ class Agent:
         )
         entry = self._reopen(Role.CONSUMER, offer.transfer_id)
         with entry.lock:
+            if entry.handle.done:
+                return self._after_the_end(entry, last=last)
+            if entry.submits and entry.epoch != offer.epoch:
+                raise InvalidInputError(
+                    f"transfer {offer.transfer_id!r} is being pulled from epoch {entry.epoch}, "
+                    f"this offer has {offer.epoch}"
+                )
             if entry.complete:
                 raise InvalidInputError(
                     f"transfer {offer.transfer_id!r} is under way and complete already",
@@ -365,6 +383,7 @@ class Agent:
                 raise
             entry.submits += 1
             entry.complete = last
+            entry.epoch = offer.epoch
             handle, pin = entry.handle, entry.pin
 
             def pull(now: float) -> None:
@@ -396,19 +415,26 @@ class Agent:
         *,
         deadline: float | None = None,
         producers: Iterable[Endpoint] = (),
+        uncovered_local: int = 0,
     ) -> TransferHandle:
         """Consumer: let producers write into these blocks. Never waits.
 
         Args:
             deadline: seconds from now until it fails; ``Timeouts.transfer`` if left out.
             producers: told our blocks at once, if known; others are told when they ask.
+            uncovered_local: how many of our last blocks may stay without data. All other bytes
+                must have been written when the producers seal, or it fails.
 
         Raises:
             InvalidInputError: as ``pull``.
         """
         groups = self._groups(blocks)
-        seconds = self._ctx.timeouts.transfer if deadline is None else _seconds(deadline)
+        seconds = (
+            self._ctx.timeouts.transfer if deadline is None else seconds_of("deadline", deadline)
+        )
         known = tuple(producers)
+        for producer in known:
+            _check_address(producer.address)
         handle = self._begin(Role.CONSUMER, transfer_id)
         try:
             pin = self._engine.consumer.pins.pin(transfer_id, destinations(groups))
@@ -423,6 +449,7 @@ class Agent:
                 handle,
                 pin=pin,
                 producers=known,
+                uncovered_local=uncovered_local,
                 duration=seconds,
                 now=now,
             )
@@ -462,6 +489,8 @@ class Agent:
         )
         entry = self._reopen(Role.PRODUCER, transfer_id)
         with entry.lock:
+            if entry.handle.done:
+                return self._after_the_end(entry, last=False)
             if entry.complete:
                 raise InvalidInputError(f"transfer {transfer_id!r} was sealed already")
             entry.submits += 1
@@ -482,11 +511,14 @@ class Agent:
             raise InvalidInputError(
                 f"the payload has {len(payload)} bytes: at most {MAX_PAYLOAD_NBYTES} fit"
             )
+        key = (Role.PRODUCER, transfer_id)
         with self._lock:
-            entry = self._handles.get((Role.PRODUCER, transfer_id))
+            entry = self._handles.get(key) or self._failed.get(key)
         if entry is None:
             raise InvalidInputError(f"no transfer {transfer_id!r} is being pushed")
         with entry.lock:
+            if entry.handle.done:
+                return self._after_the_end(entry, last=True)
             entry.complete = True
             self._order(lambda now: _ignore(self._engine.producer.seal(transfer_id, payload)))
         return entry.handle
@@ -507,6 +539,13 @@ class Agent:
 
         self._order(abort)
 
+    def _abort_handle(self, handle: TransferHandle) -> None:
+        """Only while it is this handle's transfer: the id may be in use again."""
+        with self._lock:
+            entry = self._handles.get((handle.role, handle.transfer_id))
+        if entry is not None and entry.handle is handle:
+            self.abort(handle.transfer_id)
+
     def reclaim(self, transfer_id: str) -> None:
         """Take a transfer's blocks out of quarantine without proof, on your own responsibility."""
 
@@ -526,8 +565,12 @@ class Agent:
         if self._pump is None and not self._closed:
             now = self.clock.now()
             self._next_wake = now + sleep_time(self._engine, self._engine.round(now), now)
-        events = self._ctx.events
-        return [events.popleft() for _ in range(len(events))]
+        found: list[Event] = []
+        try:
+            while True:
+                found.append(self._ctx.events.popleft())
+        except IndexError:  # empty, perhaps because another thread polls as well
+            return found
 
     @property
     def next_wake(self) -> float:
@@ -616,7 +659,7 @@ class Agent:
     def _execute(self, order: o.Order) -> None:
         match order:
             case o.HoldOrder():
-                self._hold(order.transfer_id, order.epoch, order.lease)
+                self._hold(order.transfer_id, order.epoch, seconds_of("lease", order.lease))
             case o.PullOrder():
                 self.pull(
                     order.offer,
@@ -714,6 +757,8 @@ class Agent:
             self._closed = True
         end = self.clock.now() + deadline
         stopped = self._pump.stop(deadline) if self._pump is not None else True
+        if self._pump is not None and self._pump.is_current_thread():
+            stopped = True  # called from an event's observer: the round ends after us
         if stopped:
             self._engine.farewell()
             # Closing drops what is queued: let the good-byes out. They are a courtesy only.
@@ -732,8 +777,16 @@ class Agent:
             entries = list(self._handles.values())
             self._handles.clear()
         for entry in entries:
-            entry.handle.error = TransferError("the agent was closed", kind=ErrorKind.ABORTED)
-            entry.handle._finish(TransferState.FAILED, drained=False)
+            handle = entry.handle
+            handle.error = TransferError("the agent was closed", kind=ErrorKind.ABORTED)
+            event = Failed(
+                transfer_id=handle.transfer_id,
+                role=handle.role,
+                kind=ErrorKind.ABORTED,
+                error=handle.error,
+                drained=False,
+            )
+            handle._finish(TransferState.FAILED, drained=False, tell=partial(self._ctx.emit, event))
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -763,7 +816,7 @@ class Agent:
             except KvxferError as error:
                 self._ctx.counters.count("orders.refused")
                 if handle is not None:
-                    self._order_refused(handle, error, pinned)
+                    self._order_refused(handle, error, pinned, now)
 
         self._engine.order(guarded)
         if self._pump is not None:
@@ -774,31 +827,41 @@ class Agent:
         handle: TransferHandle,
         error: KvxferError,
         pinned: tuple[int, Sequence[Blocks]] | None,
+        now: float,
     ) -> None:
+        reason = TransferError(str(error), kind=error.kind)
+        engine = self._engine
+        live = engine.consumer.fail_live(handle, reason, now) or engine.producer.fail_live(
+            handle, reason, now
+        )
+        if live or handle.done:
+            # A later submit of a transfer that has begun: its end tells of all of them.
+            if pinned is not None:
+                engine.consumer.pins.unpin(pinned[0], destinations(pinned[1]), last=False)
+            return
         blocks: tuple[tuple[int, ...], ...] = ()
         if pinned is not None:
             pin, groups = pinned
             ids = destinations(groups)
             self._engine.consumer.pins.unpin(pin, ids)
             blocks = tuple(tuple(g.tolist()) for g in ids)
-        kind = error.kind
-        handle.error = TransferError(str(error), kind=kind)
-        if handle._finish(TransferState.FAILED, drained=True):
-            self._ctx.emit(
-                Failed(
-                    transfer_id=handle.transfer_id,
-                    role=handle.role,
-                    kind=kind,
-                    error=handle.error,
-                    blocks=blocks,
-                    drained=True,
-                )
-            )
+        handle.error = reason
+        event = Failed(
+            transfer_id=handle.transfer_id,
+            role=handle.role,
+            kind=reason.kind,
+            error=reason,
+            blocks=blocks,
+            drained=True,
+        )
+        handle._finish(TransferState.FAILED, drained=True, tell=lambda: self._ctx.emit(event))
 
     def _call(self, order: Callable[[float], None]) -> None:
         """Like ``_order``, but done when it returns. For set-up only."""
         if self._pump is None or self._pump.is_current_thread():
-            order(self.clock.now())
+            now = self.clock.now()
+            self._engine.run_orders(now)
+            order(now)
             return
         done = threading.Event()
         failure: list[BaseException] = []
@@ -821,36 +884,53 @@ class Agent:
 
     def _begin(self, role: Role, transfer_id: str) -> TransferHandle:
         """A handle for a transfer that must not be under way."""
-        entry = _Open(TransferHandle(transfer_id, role, self.abort))
+        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle))
         entry.complete = True
-        self._enter(role, transfer_id, entry)
+        if self._enter(role, transfer_id, entry) is not entry:
+            raise InvalidInputError(
+                f"transfer {transfer_id!r} is under way already as {role.value}",
+                next_step="wait for its event, or use another id",
+            )
         return entry.handle
 
-    def _enter(self, role: Role, transfer_id: str, entry: _Open) -> None:
+    def _enter(self, role: Role, transfer_id: str, entry: _Open) -> _Open:
+        """Enter it, or return the one that is there."""
         if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 512:
             raise InvalidInputError(
                 f"transfer_id must be a text of 1 to 512 characters, not {transfer_id!r}"
             )
         self._check_open()
         with self._lock:
-            known = self._handles.get((role, transfer_id))
+            known = self._handles.get((role, transfer_id)) or self._failed.get((role, transfer_id))
             if known is not None:
-                raise InvalidInputError(
-                    f"transfer {transfer_id!r} is under way already as {role.value}",
-                    next_step="wait for its event, or use another id",
-                )
+                return known
             self._handles[(role, transfer_id)] = entry
-        entry.handle.add_done_callback(lambda: self._forget(role, transfer_id, entry))
+        entry.handle._on_end = lambda: self._ended(role, transfer_id, entry)
+        return entry
+
+    def _ended(self, role: Role, transfer_id: str, entry: _Open) -> None:
+        """It is terminal. More submits of a failed one may be on their way: they must not begin
+        it again.
+        """
+        with self._lock:
+            if self._handles.get((role, transfer_id)) is entry:
+                del self._handles[(role, transfer_id)]
+            if not entry.complete and entry.handle.state is TransferState.FAILED:
+                self._failed[(role, transfer_id)] = entry
+                if len(self._failed) > self.config.limits.early:
+                    self._failed.popitem(last=False)
+
+    def _after_the_end(self, entry: _Open, *, last: bool) -> TransferHandle:
+        """A submit for a transfer that has failed meanwhile: dropped; its event says why."""
+        if last:
+            with self._lock:
+                self._failed.pop((entry.handle.role, entry.handle.transfer_id), None)
+        return entry.handle
 
     def _reopen(self, role: Role, transfer_id: str) -> _Open:
         """The entry of a transfer that may take several submits, new or open."""
-        with self._lock:
-            known = self._handles.get((role, transfer_id))
-        if known is not None:
-            return known
-        entry = _Open(TransferHandle(transfer_id, role, self.abort))
-        self._enter(role, transfer_id, entry)
-        return entry
+        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle))
+        return self._enter(role, transfer_id, entry)
 
     def _forget(self, role: Role, transfer_id: str, entry: _Open | None = None) -> None:
         with self._lock:
@@ -897,7 +977,7 @@ class Agent:
         return names
 
     def _lease(self, lease: float | None) -> float:
-        return self.config.lease if lease is None else _seconds(lease)
+        return self.config.lease if lease is None else seconds_of("lease", lease)
 
 
 @attrs.define(eq=False)
@@ -907,6 +987,7 @@ class _Open:
     handle: TransferHandle
     complete: bool = False
     submits: int = 0
+    epoch: int = 0
     pin: int = 0
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -964,18 +1045,6 @@ def _check_address(address: str) -> None:
     from kvxfer.core.address import Address
 
     Address.parse(address.removeprefix("tcp://"))
-
-
-def _seconds(value: float) -> float:
-    import math
-
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not (math.isfinite(value) and value > 0)
-    ):
-        raise InvalidInputError(f"{value!r} is no positive, finite number of seconds")
-    return float(value)
 
 
 def _endpoints(to: Endpoint | Sequence[Endpoint] | str) -> tuple[Endpoint, ...]:

@@ -11,7 +11,7 @@ from attrs import validators as v
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["AgentConfig", "Limits", "Progress"]
+__all__ = ["AgentConfig", "Limits", "Progress", "seconds_of"]
 
 
 class Progress(enum.Enum):
@@ -23,16 +23,24 @@ class Progress(enum.Enum):
     """Everything happens inside ``poll``: tests and simulation."""
 
 
-def _duration(_: Any, attribute: attrs.Attribute[float], value: object) -> None:
+def seconds_of(name: str, value: object) -> float:
+    """A positive, finite number of seconds.
+
+    Raises:
+        ConfigError: it is none; names the value.
+    """
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or not math.isfinite(value)
         or value <= 0
     ):
-        raise ConfigError(
-            f"{attribute.name} must be a positive, finite number of seconds, not {value!r}"
-        )
+        raise ConfigError(f"{name} must be a positive, finite number of seconds, not {value!r}")
+    return float(value)
+
+
+def _duration(_: Any, attribute: attrs.Attribute[float], value: object) -> None:
+    seconds_of(attribute.name, value)
 
 
 def _count(_: Any, attribute: attrs.Attribute[int], value: object) -> None:
@@ -75,9 +83,7 @@ class AgentConfig:
     """
 
     name: str = attrs.field(default="kvxfer", validator=v.instance_of(str))
-    fingerprint: str = attrs.field(
-        default="", validator=v.and_(v.instance_of(str), v.max_len(512))
-    )
+    fingerprint: str = attrs.field(default="", validator=v.and_(v.instance_of(str), v.max_len(512)))
     progress: Progress = attrs.field(default=Progress.THREAD, converter=Progress)
     lease: float = attrs.field(default=30.0, validator=_duration)
     lease_margin: float = attrs.field(default=2.0, validator=_duration)

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
-from kvxfer.agent.accept import Accepting
+from kvxfer.agent.accept import Accepting, destinations
 from kvxfer.agent.early import Early
 from kvxfer.agent.mapping import (
     rank_of,
@@ -51,7 +51,8 @@ class Consumer:
         self.accepts: dict[str, Accepting] = {}
         self.drainings: dict[str, Draining] = {}
         self._seqs: dict[int, Pull | Renewal] = {}
-        self._next_seq = itertools.count(1)
+        # Not from 1: an answer meant for an earlier life of this address must not fit.
+        self._next_seq = itertools.count(ctx.rng.getrandbits(48))
         self._epochs = itertools.count(1)
         self._early_asks: Early[Link] = Early(
             capacity=ctx.config.limits.early, ttl=ctx.config.limits.early_ttl
@@ -81,7 +82,7 @@ class Consumer:
                 next_step="drain the agent first",
             )
         self.blocks_per_group = blocks_per_group
-        self.pins = PinTable(blocks_per_group)
+        self.pins = PinTable(blocks_per_group, serial=self.pins.serial)
 
     # ---- orders ------------------------------------------------------------------------------
 
@@ -102,9 +103,9 @@ class Consumer:
         """
         known = self.pulls.get(offer.transfer_id)
         if known is not None:
-            if known.complete_specs or known.offer.epoch != offer.epoch:
+            if known.handle is not handle or known.complete_specs or known.over:
                 raise InvalidInputError(
-                    f"transfer {offer.transfer_id!r} is being pulled already",
+                    f"transfer {offer.transfer_id!r} is being pulled or drained already",
                     next_step="wait for its event, or submit all but the last part with last=False",
                 )
             known.add(spec, last=last)
@@ -125,6 +126,7 @@ class Consumer:
         *,
         pin: int,
         producers: Sequence[Endpoint],
+        uncovered_local: int,
         duration: float,
         now: float,
     ) -> None:
@@ -134,6 +136,7 @@ class Consumer:
             InvalidInputError, CapacityError: nothing was begun.
         """
         self._check_room(transfer_id)
+        links = [self.links.reach(x.address, x.incarnation or None, now) for x in producers]
         accepting = Accepting(
             self._ctx,
             self,
@@ -142,6 +145,7 @@ class Consumer:
             blocks=blocks,
             pin=pin,
             writers=None,
+            expected_nbytes=self._expected_nbytes(blocks, uncovered_local),
             duration=duration,
             now=now,
         )
@@ -150,9 +154,18 @@ class Consumer:
         for link in self._early_asks.take(transfer_id, now):
             if link.usable:
                 accepting.grant(link, now)
-        for producer in producers:
-            link = self.links.reach(producer.address, producer.incarnation, now)
-            link.when_changed(_GrantWhenUp(accepting, link))
+        for link in links:
+            waiter = _GrantWhenUp(accepting, link)
+            link.when_changed(waiter)
+            self._ctx.soon(waiter)
+
+    def _expected_nbytes(self, blocks: Sequence[Blocks], uncovered: int) -> int:
+        """Payload bytes of the accepted blocks, all layers, but for ``uncovered`` of the last."""
+        counts = [max(0, len(ids) - uncovered) if len(ids) else 0 for ids in destinations(blocks)]
+        return sum(
+            counts[layer.group] * layer.layout.block_nbytes
+            for layer in self.links.local.caches.layers
+        )
 
     def decline(self, offer: Offer, now: float) -> None:
         """Tell every producer rank that nobody of this instance will read."""
@@ -186,6 +199,18 @@ class Consumer:
         for ref, until in tuple(self.grants.items()):
             if until <= now:
                 del self.grants[ref]
+
+    def fail_live(self, handle: TransferHandle, error: TransferError, now: float) -> bool:
+        """A later submit was refused: the whole transfer fails. False if it is not ours."""
+        pull = self.pulls.get(handle.transfer_id)
+        if pull is not None and pull.handle is handle:
+            pull.fail(error, now)
+            return True
+        accepting = self.accepts.get(handle.transfer_id)
+        if accepting is not None and accepting.handle is handle:
+            accepting.fail(error, now)
+            return True
+        return False
 
     def abort(self, transfer_id: str, now: float) -> bool:
         """Give up a pull or an accept. False if there is none that has not ended."""
@@ -229,19 +254,28 @@ class Consumer:
     def forget_seq(self, seq: int) -> None:
         self._seqs.pop(seq, None)
 
-    def on_grant(self, message: wire.Grant, now: float) -> None:
-        asker = self._seqs.pop(message.seq, None)
-        if asker is None:
-            self._ctx.counters.count("grants.late")
-            return
+    def on_grant(self, sender: str, message: wire.Grant, now: float) -> None:
+        """Only an answer from the producer that was asked, about the hold that was asked for."""
         for granted in message.granted:
-            asker.on_grant(message.seq, granted.remaining, now)
+            asker = self._asker(message.seq, granted.ref, sender)
+            if asker is not None:
+                asker.on_grant(message.seq, granted.remaining, now)
         for refused in message.refused:
-            asker.on_refused(_kind(refused.kind), refused.message, now)
+            asker = self._asker(message.seq, refused.ref, sender)
+            if asker is not None:
+                asker.on_refused(_kind(refused.kind), refused.message, now)
 
-    def on_gone(self, message: wire.Gone, now: float) -> None:
+    def _asker(self, seq: int, ref: wire.Ref, sender: str) -> Pull | Renewal | None:
+        asker = self._seqs.get(seq)
+        if asker is None or not asker.asked(seq, ref, sender):
+            self._ctx.counters.count("grants.late_or_foreign")
+            return None
+        del self._seqs[seq]
+        return asker
+
+    def on_gone(self, sender: str, message: wire.Gone, now: float) -> None:
         pull = self.pulls.get(message.ref.transfer)
-        if pull is not None and pull.offer.epoch == message.ref.epoch:
+        if pull is not None and pull.reads_from(sender, message.ref):
             pull.on_gone(_kind(message.kind), message.message, now)
         else:
             self._ctx.counters.count("gone.stale")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.core import wire
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvxfer.agent.config import AgentConfig
     from kvxfer.core.channel import Channel, Route
+    from kvxfer.core.clock import Clock
     from kvxfer.core.events import Event
     from kvxfer.core.reliable import Outbox
     from kvxfer.policies.classify import ClassifierRegistry
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Counters", "Steppable"]
 
+
+_log = logging.getLogger("kvxfer.agent")
 
 _AFTER_A_BUG = 1.0
 """Seconds after which a step that raised is tried again."""
@@ -60,6 +64,7 @@ class Context:
         classifier: ClassifierRegistry,
         rng: random.Random,
         channel: Channel,
+        clock: Clock,
         observer: Callable[[Event], None] | None = None,
     ) -> None:
         self.incarnation = incarnation
@@ -69,6 +74,8 @@ class Context:
         self.classifier = classifier
         self.rng = rng
         self.channel = channel
+        self.clock = clock
+        """For what must not be judged by the time at which the round began."""
         self.counters = Counters()
         self.events: collections.deque[Event] = collections.deque()
         self.in_flight = 0
@@ -134,7 +141,11 @@ class Context:
         self.events.append(event)
         self.counters.count(f"events.{type(event).__name__.lower()}")
         if self._observer is not None:
-            self._observer(event)
+            try:
+                self._observer(event)
+            except Exception:  # noqa: BLE001 - users' code must not stop the agent half-way
+                self.counters.count("observers.failed")
+                _log.exception("the observer of events failed")
 
     def send(self, route: Route, body: wire.Message) -> None:
         """Send once; may be lost."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvxfer.core.events import BlockIds, Drained, Quarantined, Role
 from kvxfer.core.inflight import QuarantineEntry
+from kvxfer.core.verdict import Op
+from kvxfer.errors import StaleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +40,12 @@ class Draining:
         handle: TransferHandle,
         blocks: BlockIds,
         links: Sequence[Link],
+        op: Op,
         peers_write: bool,
         is_drained: Callable[[], bool],
         on_fenced: Callable[[], None],
         free: Callable[[float], None],
+        abandon: Callable[[], None],
         ended: Callable[[Draining], None],
         now: float,
     ) -> None:
@@ -50,10 +54,12 @@ class Draining:
         self.handle = handle
         self._blocks = blocks
         self._links = links
+        self._op = op
         self._peers_write = peers_write
         self._is_drained = is_drained
         self._on_fenced = on_fenced
         self._free = free
+        self._abandon = abandon
         self._ended = ended
         self._deadline = now + ctx.timeouts.drain
         self._fence_deadline = self._deadline + ctx.timeouts.drain
@@ -89,11 +95,14 @@ class Draining:
                 pending.append(fence)
             elif answer is None:
                 self._reasons.append(str(error))
-            elif not (answer.done if self._peers_write else answer.ours_done):
+            elif not (answer.done if self._op is Op.WRITE else answer.ours_done):
                 self._reasons.append(answer.reason)
         self._fences = pending
         if not pending and not self._reasons:
             self._on_fenced()
+            # A fenced connection carries nothing any more: the two sides have to meet anew.
+            for link in self._links:
+                link.fail(StaleError(f"{link!r} was fenced"), now)
             if self._is_drained():
                 self._finish("fence", now)
                 return
@@ -135,6 +144,7 @@ class Draining:
     def reclaim(self, now: float) -> None:
         """The user takes the blocks back on their own responsibility."""
         self._ctx.counters.count("quarantine.reclaimed")
+        self._abandon()
         self._finish("reclaim", now)
 
     def _finish(self, by: str, now: float) -> None:

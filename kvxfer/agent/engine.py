@@ -8,6 +8,7 @@ simulator, with another clock, channel and transport.
 from __future__ import annotations
 
 import collections
+import logging
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.consumer import Consumer
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 
     from kvxfer.agent.context import Context
     from kvxfer.agent.hello import LocalHello
+    from kvxfer.agent.links import Link
     from kvxfer.core.attempt import Attempt
     from kvxfer.core.channel import Inbound
     from kvxfer.core.transport import Transport
 
 __all__ = ["Engine"]
+
+_log = logging.getLogger("kvxfer.agent")
+
+_LOGGED = 20
+"""How many failures of a transport's progress are logged with their traceback."""
 
 _BUDGET = 1024
 """Messages and attempts taken per round and source, so that none starves the others."""
@@ -56,10 +63,15 @@ class Engine:
     def round(self, now: float) -> float | None:
         """Do all that can be done now. Returns when to come again at the latest, None: no need."""
         more = False
-        while self._orders:
-            self._orders.popleft()(now)
+        self.run_orders(now)
         for transport in self.transports:
-            changed = transport.progress(_BUDGET)
+            try:
+                changed = transport.progress(_BUDGET)
+            except Exception:  # noqa: BLE001 - a plug-in's bug must not stop the others
+                self.ctx.counters.count("transports.failed")
+                if self.ctx.counters["transports.failed"] <= _LOGGED:
+                    _log.exception("progress of transport %s failed", transport.name)
+                continue
             more = more or len(changed) == _BUDGET
             self._attempts.extend(changed)
         while self._attempts:
@@ -77,6 +89,11 @@ class Engine:
         if more or self._orders:
             return now
         return self.ctx.next_at()
+
+    def run_orders(self, now: float) -> None:
+        """Carry out what users' threads asked for."""
+        while self._orders:
+            self._orders.popleft()(now)
 
     @property
     def must_poll(self) -> bool:
@@ -110,6 +127,8 @@ class Engine:
                 return
             case wire.Hello():
                 self.links.on_hello(route, sender, body, now)
+                if envelope.mid:
+                    self.ctx.send(route, wire.Confirm([envelope.mid]))
                 return
             case wire.HelloRefused():
                 self.links.on_hello_refused(route, body, now)
@@ -120,52 +139,61 @@ class Engine:
             case wire.Bye():
                 self.links.on_bye(sender)
                 return
-            case wire.Release() | wire.Decline():
-                # These must get through even from a peer whose hello we lost.
-                if self._first_time(inbound, envelope):
-                    if isinstance(body, wire.Release):
-                        self.producer.on_release(body, now)
-                    else:
-                        self.producer.on_decline(body, now)
-                return
         link = self.links.of(sender)
-        if link is None:
+        if link is None and not isinstance(body, (wire.Release, wire.Decline)):
             # Not confirmed: it is sent again once we know each other.
             self.ctx.counters.count("messages.from_strangers")
             self.ctx.send(route, wire.Who())
             return
-        if envelope.mid and not self._first_time(inbound, envelope):
+        if not envelope.mid:
+            self._handle(link, sender, body, now)
+            return
+        if self._inbox.seen(sender, envelope.mid):
+            self.ctx.counters.count("messages.duplicate")
+        else:
+            # Confirmed only once it was handled: what raises is sent again.
+            self._handle(link, sender, body, now)
+            self._inbox.first_time(sender, envelope.mid)
+        self.ctx.send(route, wire.Confirm([envelope.mid]))
+
+    def _handle(self, link: Link | None, sender: str, body: wire.Message, now: float) -> None:
+        match body:
+            case wire.Release():
+                # This and a decline get through even from a peer whose hello we lost.
+                self.producer.on_release(body, now)
+                return
+            case wire.Decline():
+                self.producer.on_decline(body, now)
+                return
+        if link is None:
             return
         match body:
             case wire.Open():
                 self.producer.on_open(link, body, now)
             case wire.Grant():
-                self.consumer.on_grant(body, now)
+                self.consumer.on_grant(sender, body, now)
             case wire.Gone():
-                self.consumer.on_gone(body, now)
+                self.consumer.on_gone(sender, body, now)
             case wire.Ask():
                 self.consumer.on_ask(link, body, now)
             case wire.Accept():
-                self.producer.on_accept(sender, body, now)
+                if not self.producer.on_accept(sender, body, now):
+                    self._push_nothing(link, body.ref, now)
             case wire.Seal():
                 self.consumer.on_seal(link, body, now)
             case wire.PushFailed():
                 self.consumer.on_push_failed(sender, body, now)
             case wire.Cancel():
                 if not self.producer.on_cancel(sender, body, _kind(body.kind), now):
-                    link.mailbox.mail(
-                        wire.PushFailed(body.ref, body.kind, "nothing is being pushed", True),
-                        now=now,
-                        until=now + self.ctx.timeouts.ack,
-                    )
+                    self._push_nothing(link, body.ref, now)
 
-    def _first_time(self, inbound: Inbound, envelope: wire.Envelope) -> bool:
-        """Confirm, every time; true if it has not been seen before."""
-        self.ctx.send(inbound.route, wire.Confirm([envelope.mid]))
-        if self._inbox.first_time(envelope.sender, envelope.mid):
-            return True
-        self.ctx.counters.count("messages.duplicate")
-        return False
+    def _push_nothing(self, link: Link, ref: wire.Ref, now: float) -> None:
+        """Nothing of that grant is in flight, nor ever will be."""
+        link.mailbox.mail(
+            wire.PushFailed(ref, ErrorKind.STALE.value, "nothing is being pushed", True, False),
+            now=now,
+            until=now + self.ctx.timeouts.ack,
+        )
 
     def _on_confirm(self, inbound: Inbound, sender: str, body: wire.Confirm, now: float) -> None:
         link = self.links.of(sender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from kvxfer.core.events import Role
 
 __all__ = ["TransferHandle", "TransferState"]
+
+_log = logging.getLogger("kvxfer.agent")
 
 
 class TransferState(enum.Enum):
@@ -38,6 +41,7 @@ class TransferHandle:
         "_callbacks",
         "_done",
         "_lock",
+        "_on_end",
         "drained",
         "error",
         "nbytes",
@@ -47,7 +51,9 @@ class TransferHandle:
         "transfer_id",
     )
 
-    def __init__(self, transfer_id: str, role: Role, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self, transfer_id: str, role: Role, abort: Callable[[TransferHandle], None]
+    ) -> None:
         self.transfer_id = transfer_id
         self.role = role
         self.state = TransferState.PENDING
@@ -59,6 +65,7 @@ class TransferHandle:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+        self._on_end: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<TransferHandle {self.transfer_id!r} {self.role.value} {self.state.value}>"
@@ -70,7 +77,7 @@ class TransferHandle:
 
     def abort(self) -> None:
         """Give the transfer up. Never waits; the outcome arrives as an event."""
-        self._abort(self.transfer_id)
+        self._abort(self)
 
     def result(self) -> TransferHandle:
         """This handle, if the transfer is DONE.
@@ -107,17 +114,28 @@ class TransferHandle:
 
     # ---- for the agent -----------------------------------------------------------------------
 
-    def _finish(self, state: TransferState, *, drained: bool) -> bool:
-        """First wins."""
+    def _finish(
+        self, state: TransferState, *, drained: bool, tell: Callable[[], None] | None = None
+    ) -> bool:
+        """First wins. The id is free again before ``tell`` emits the event, and the event is there
+        before anybody who waits for the handle is woken.
+        """
         with self._lock:
             if self.done:
                 return False
             self.drained = drained
             self.state = state
             callbacks, self._callbacks = self._callbacks, []
+        if self._on_end is not None:
+            self._on_end()
+        if tell is not None:
+            tell()
         self._done.set()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # noqa: BLE001 - users' code: the others must be called all the same
+                _log.exception("a done callback of %r failed", self.transfer_id)
         return True
 
     def _wait(self, timeout: float | None) -> bool:

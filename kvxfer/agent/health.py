@@ -65,6 +65,11 @@ def health_of(engine: Engine, pump: Pump | None, now: float, *, closed: bool) ->
         reasons.append("the agent is closed")
     if engine.consumer.quarantine.full:
         reasons.append(f"{len(engine.consumer.quarantine)} transfers are in quarantine")
+    if engine.ctx.counters["transports.failed"]:
+        reasons.append(
+            f"progress of a transport failed {engine.ctx.counters['transports.failed']} times; "
+            "see the log"
+        )
     if len(engine.ctx.events) > limits.events:
         reasons.append(f"{len(engine.ctx.events)} events were not collected")
     if pump is not None and not closed:

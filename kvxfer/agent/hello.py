@@ -32,6 +32,8 @@ class PeerHello:
     name: str
     address: str
     versions: tuple[int, int]
+    session: int
+    revision: int
     ranks: Ranks
     fingerprint: str
     infos: Mapping[str, PeerInfo]
@@ -84,6 +86,8 @@ class PeerHello:
             name=message.name,
             address=message.address,
             versions=message.versions,
+            session=message.session,
+            revision=message.revision,
             ranks=ranks,
             fingerprint=message.fingerprint,
             infos=infos,
@@ -107,11 +111,14 @@ class LocalHello:
     fingerprint: str
     transports: Sequence[Transport]
     caches: Caches
+    revision: int = 0
 
-    def message(self, *, answer: bool) -> wire.Hello:
+    def message(self, *, answer: bool, session: int) -> wire.Hello:
         return wire.Hello(
             versions=(wire.WIRE_MIN, wire.WIRE_MAX),
             answer=answer,
+            session=session,
+            revision=self.revision,
             name=self.name,
             address=self.address,
             ranks=ranks_to_wire(self.ranks),

@@ -62,7 +62,7 @@ class PathState:
     pending: Pollable[Path] | None = None
     not_before: float = 0.0
     run: RetryRun | None = None
-    deadline: float = 0.0
+    deadline: float | None = None
     wanted: bool = False
 
 
@@ -100,6 +100,8 @@ class Link:
         self._hello_at = now
         self._hello_interval = 0.02
         self._suspect_until: float | None = None
+        self._announced = False
+        self.session = table.next_session()
 
     def __repr__(self) -> str:
         return f"<Link {self.address or 'inbound'} {self.incarnation} {self.state.value}>"
@@ -174,7 +176,7 @@ class Link:
             )
             return
         if now >= self._hello_at:
-            self.mailbox.send(self._table.local.message(answer=False))
+            self.mailbox.send(self._hello_message())
             self._hello_at = now + self._hello_interval
             self._hello_interval = min(self._hello_interval * 2, 0.5)
         self._ctx.at(self, min(self._hello_at, self._deadline))
@@ -208,9 +210,14 @@ class Link:
         self.state = LinkState.CONNECTING
         self._ctx.soon(self)
 
+    def _hello_message(self) -> wire.Hello:
+        return self._table.local.message(answer=False, session=self.session)
+
     def _refresh(self, hello: PeerHello, now: float) -> None:
-        """The same incarnation again: it may have registered caches since."""
-        if hello == self.hello:
+        """The same incarnation again: it may have registered caches, or want a new connection."""
+        assert self.hello is not None
+        renewed = hello.session > self.hello.session
+        if not renewed and hello.revision <= self.hello.revision:
             return
         self.hello = hello
         try:
@@ -219,7 +226,22 @@ class Link:
             self.fail(error, now)
             return
         self.drop_path(now)
+        if renewed and self.up:
+            self._reconnect(now)
+        self._ctx.soon(self)
         self._changed()
+
+    def _reconnect(self, now: float) -> None:
+        """The peer's side of the connection is new: so must be ours."""
+        assert self.transport is not None
+        if self.peer is not None:
+            self.transport.disconnect(self.peer)
+            self.peer = None
+        self.state = LinkState.CONNECTING
+        self._connecting = self._connect_run = None
+        self._connect_at = now
+        self._deadline = now + self._ctx.timeouts.connect
+        self._ctx.counters.count("peers.reconnected")
 
     def _match(self, hello: PeerHello) -> None:
         """Pair our layers with theirs, as far as both have registered any."""
@@ -228,7 +250,7 @@ class Link:
 
     def greet_again(self) -> None:
         """What we know of the peer is out of date: have it introduce itself again."""
-        self.mailbox.send(self._table.local.message(answer=False))
+        self.mailbox.send(self._hello_message())
 
     def caches_changed(self, now: float) -> None:
         """We registered other caches: pair again, tell the peer, prepare a new path."""
@@ -239,8 +261,9 @@ class Link:
         except (GeometryError, InvalidInputError) as error:
             self.fail(error, now)
             return
-        self.mailbox.send(self._table.local.message(answer=False))
+        self.mailbox.mail(self._hello_message(), now=now, until=now + self._ctx.timeouts.ack)
         self.drop_path(now)
+        self._ctx.soon(self)
         self._changed()
 
     def suspect(self, now: float) -> None:
@@ -263,7 +286,7 @@ class Link:
             )
             return
         if now >= self._hello_at and self.mailbox.address:
-            self.mailbox.send(self._table.local.message(answer=False))
+            self.mailbox.send(self._hello_message())
             self._hello_at = now + self._hello_interval
             self._hello_interval = min(self._hello_interval * 2, 0.5)
         self._ctx.at(self, min(max(self._hello_at, now + 1e-3), self._suspect_until))
@@ -289,8 +312,10 @@ class Link:
             self._connecting = None
             self.peer = peer
             self.state = LinkState.UP
-            self._ctx.counters.count("peers.up")
-            self._ctx.emit(PeerUp(peer=self.incarnation, address=self.address))
+            if not self._announced:
+                self._announced = True
+                self._ctx.counters.count("peers.up")
+                self._ctx.emit(PeerUp(peer=self.incarnation, address=self.address))
             self._changed()
         elif now >= self._deadline:
             self.fail(HandshakeError(f"{self!r}: the transport did not connect in time"), now)
@@ -330,13 +355,14 @@ class Link:
         """Somebody is going to post: prepare a path unless there is one."""
         if not self.paths.wanted:
             self.paths.wanted = True
-            self.paths.deadline = now + self._ctx.timeouts.connect
             self._ctx.soon(self)
 
     def _prepare(self, now: float) -> None:
         state = self.paths
-        if state.path is not None:
-            return
+        if state.path is not None or not self.knows_layers or not self.layers.regions:
+            return  # there, or nothing to pair: a later hello may change that
+        if state.deadline is None:
+            state.deadline = now + self._ctx.timeouts.connect
         assert self.transport is not None
         assert self.peer is not None
         if state.pending is None:
@@ -366,6 +392,7 @@ class Link:
 
     def _prepare_failed(self, error: KvxferError, now: float) -> None:
         state = self.paths
+        assert state.deadline is not None
         if state.run is None:
             state.run = self._ctx.retry.start(
                 now, state.deadline, self._ctx.rng, phase=Phase.CONNECT
@@ -394,7 +421,7 @@ class Link:
             state.path.close()
             state.path = None
             self._ctx.counters.count("paths.rebuilt")
-        state.deadline = now + self._ctx.timeouts.connect
+        state.deadline = state.run = state.pending = None
         if state.wanted:
             self._ctx.soon(self)
 

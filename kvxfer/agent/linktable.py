@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.hello import PeerHello
 from kvxfer.agent.links import Link, LinkState
-from kvxfer.agent.mailbox import Mailboxes
+from kvxfer.agent.mailbox import Mailboxes, canonical
 from kvxfer.core import wire
-from kvxfer.errors import HandshakeError
+from kvxfer.errors import CapacityError, HandshakeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ class LinkTable:
         self.local = local
         self.mailboxes = Mailboxes(ctx)
         self._by_incarnation: dict[str, Link] = {}
+        self._sessions = itertools.count(1)
         self._greeting: dict[Link, None] = {}
         """Links whose peer has not said hello."""
 
@@ -37,6 +39,10 @@ class LinkTable:
     def __iter__(self) -> Iterator[Link]:
         yield from tuple(self._by_incarnation.values())
         yield from tuple(self._greeting)
+
+    def next_session(self) -> int:
+        """For a new link."""
+        return next(self._sessions)
 
     def of(self, incarnation: str) -> Link | None:
         """The link to a peer that said hello."""
@@ -53,8 +59,9 @@ class LinkTable:
             known = self._by_incarnation.get(incarnation)
             if known is not None:
                 return known
+        address = canonical(address)
         for link in (*self._greeting, *self._by_incarnation.values()):
-            if link.mailbox.address == address and (
+            if address in (link.mailbox.address, link.address) and (
                 incarnation is None or link.expected == incarnation
             ):
                 return link
@@ -72,8 +79,7 @@ class LinkTable:
         hello = PeerHello.from_wire(sender, message)
         link = self._by_incarnation.get(sender) or self._greeting_link(route, hello)
         if link is None:
-            link = Link(self, mailbox=self.mailboxes.inbound(route), expected=sender, now=now)
-            self._greeting[link] = None
+            link = self._inbound(route, sender, now)
         elif not link.mailbox.address and not message.answer:
             link.mailbox.moved(route, now)  # it reconnected
         link.on_hello(hello, now)
@@ -82,7 +88,20 @@ class LinkTable:
                 del self._greeting[link]
                 self._by_incarnation[sender] = link
             if not message.answer:
-                self.ctx.send(route, self.local.message(answer=True))
+                self.ctx.send(route, self.local.message(answer=True, session=link.session))
+
+    def _inbound(self, route: Route, sender: str, now: float) -> Link:
+        """A link for a peer that dialled us: one per connection, and not without bound."""
+        box = self.mailboxes.inbound(route)
+        for other in tuple(self):
+            if other.mailbox is box:
+                other.close(f"its connection now speaks for {sender}")
+        limit = self.ctx.config.limits.peers
+        if len(self) >= limit:
+            raise CapacityError(f"{limit} peers are known: the table is full")
+        link = Link(self, mailbox=self.mailboxes.inbound(route), expected=sender, now=now)
+        self._greeting[link] = None
+        return link
 
     def _greeting_link(self, route: Route, hello: PeerHello) -> Link | None:
         for link in self._greeting:
@@ -110,7 +129,7 @@ class LinkTable:
                 # Another life answers there now; what the old one held is gone.
                 link.close(f"the peer at {link.address} restarted as {sender}")
             else:
-                link.mailbox.send(self.local.message(answer=False))
+                link.mailbox.send(self.local.message(answer=False, session=link.session))
 
     def on_route_lost(self, route: Route, now: float) -> None:
         """A connection dropped: the peer died, restarted, or the network did."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvxfer.core import wire
+from kvxfer.core.address import Address
 from kvxfer.core.reliable import Outbox
 from kvxfer.errors import CapacityError
 
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
     from kvxfer.agent.context import Context
     from kvxfer.core.channel import Route
 
-__all__ = ["Mailbox", "Mailboxes"]
+__all__ = ["Mailbox", "Mailboxes", "canonical"]
+
+
+def canonical(address: str) -> str:
+    """One spelling per address, so that two names of one place are one connection.
+
+    Raises:
+        InvalidInputError: not an address.
+    """
+    return Address.parse(address.removeprefix("tcp://")).tcp()
 
 
 class Mailbox:
@@ -118,6 +128,7 @@ class Mailboxes:
             InvalidInputError: not an address.
             CapacityError: too many.
         """
+        address = canonical(address)
         box = self._by_address.get(address)
         if box is None:
             self._check_room()

@@ -104,6 +104,9 @@ class Call:
             return
         if self._run is None:
             self._run = part.ctx.retry.start(now, part.deadline, part.ctx.rng)
+        if verdict.action is Action.WAIT and self.current is None:
+            # Nothing was posted, so there is nothing to wait for.
+            verdict = attrs.evolve(verdict, action=Action.REPOST, retryable=True)
         decision = self._run.after(verdict, now, message)
         if decision.action is Action.WAIT:
             return  # not ended after all: another report or the deadline will come
@@ -288,6 +291,12 @@ class Part:
         for attempt in tuple(self.undrained):
             if not attempt.terminal:
                 attempt.request_cancel()
+
+    def abandon(self) -> None:
+        """The user took the blocks back without proof: stop counting what is in flight."""
+        for attempt in self.undrained:
+            self.link.poster.settled(len(attempt.batch))
+        self.undrained.clear()
 
     # ---- facts -------------------------------------------------------------------------------
 

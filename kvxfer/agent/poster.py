@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvxfer.agent.context import Context
     from kvxfer.agent.links import Link
     from kvxfer.agent.part import Call
+    from kvxfer.core.clock import Clock
     from kvxfer.core.transport import Path, Transport
 
 __all__ = ["Poster"]
@@ -70,7 +71,7 @@ class Poster:
             if not call.ready:  # its part was stopped meanwhile
                 self._ready.popleft()
                 continue
-            if not call.part.may_post(now):
+            if not call.part.may_post(self._ctx.clock.now()):
                 self._ready.popleft()
                 call.park()
                 continue
@@ -104,7 +105,9 @@ class Poster:
     def _post_on_thread(self, transport: Transport, path: Path, call: Call) -> None:
         if self._thread is None:
             self._thread = _PostingThread(
-                lambda: self._ctx.nudge(self), name=f"kvxfer-post-{self._link.incarnation}"
+                lambda: self._ctx.nudge(self),
+                self._ctx.clock,
+                name=f"kvxfer-post-{self._link.incarnation}",
             )
         self._posting = call
         self._thread.post(transport, path, call)
@@ -115,8 +118,11 @@ class Poster:
                 self._posting = None
                 self._deliver(call, outcome, now)
 
-    def _deliver(self, call: Call, outcome: Attempt | TransportError, now: float) -> None:
-        if isinstance(outcome, Attempt):
+    def _deliver(self, call: Call, outcome: Attempt | TransportError | None, now: float) -> None:
+        if outcome is None:  # the lease ran low while the call waited for the posting thread
+            self.settled(len(call.batch))
+            call.park()
+        elif isinstance(outcome, Attempt):
             call.posted(outcome, self._link.paths.generation, now)
         else:
             self.settled(len(call.batch))
@@ -144,16 +150,19 @@ def _wrap(backend: str, error: Exception) -> TransportError:
 class _PostingThread:
     """Runs posts that may block. One per link; never joined, only abandoned."""
 
-    def __init__(self, nudge: Callable[[], None], name: str) -> None:
+    def __init__(self, nudge: Callable[[], None], clock: Clock, name: str) -> None:
         self._nudge = nudge
+        self._clock = clock
         self._in: SimpleQueue[tuple[Transport, Path, Call] | None] = SimpleQueue()
-        self._out: collections.deque[tuple[Call, Attempt | TransportError]] = collections.deque()
+        self._out: collections.deque[tuple[Call, Attempt | TransportError | None]] = (
+            collections.deque()
+        )
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def post(self, transport: Transport, path: Path, call: Call) -> None:
         self._in.put((transport, path, call))
 
-    def take(self) -> list[tuple[Call, Attempt | TransportError]]:
+    def take(self) -> list[tuple[Call, Attempt | TransportError | None]]:
         return [self._out.popleft() for _ in range(len(self._out))]
 
     def abandon(self) -> None:
@@ -162,5 +171,6 @@ class _PostingThread:
     def _run(self) -> None:
         while (job := self._in.get()) is not None:
             transport, path, call = job
-            self._out.append((call, _post(transport, path, call)))
+            late = not call.part.may_post(self._clock.now())
+            self._out.append((call, None if late else _post(transport, path, call)))
             self._nudge()

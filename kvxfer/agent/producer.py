@@ -13,7 +13,7 @@ from kvxfer.agent.mapping import ack_ranks, rank_of, ranks_from_wire
 from kvxfer.agent.push import Push, PushSpec
 from kvxfer.core import wire
 from kvxfer.core.acks import Ack, AckOutcome, AckReconciler, AckResult
-from kvxfer.core.events import Declined, Expired, Sent
+from kvxfer.core.events import Declined, Event, Expired, Sent
 from kvxfer.core.inflight import Quarantine
 from kvxfer.core.layout import PlanCache
 from kvxfer.core.leases import Hold, LeaseTable, Refusal
@@ -58,6 +58,8 @@ class Producer:
         self.queued = 0
         """Submits that wait for a grant or for their data, over all targets."""
         self._cancelled: OrderedDict[wire.Ref, None] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        """Pushes that ended lately."""
         self.drainings: dict[str, Draining] = {}
         self._early: Early[_EarlyOpen] = Early(
             capacity=ctx.config.limits.early, ttl=ctx.config.limits.early_ttl
@@ -91,14 +93,18 @@ class Producer:
         """
         transfer_id = handle.transfer_id
         self.leases.hold(transfer_id, epoch=epoch, lease=lease, now=now, content=handle)
-        result = self.acks.expect(
-            transfer_id,
-            sources=readers,
-            owners=(transfer_id,),
-            deadline=float("inf"),
-            now=now,
-            epoch=epoch,
-        )
+        try:
+            result = self.acks.expect(
+                transfer_id,
+                sources=readers,
+                owners=(transfer_id,),
+                deadline=float("inf"),
+                now=now,
+                epoch=epoch,
+            )
+        except InvalidInputError:
+            self.leases.end(transfer_id, Refusal(ErrorKind.INVALID, "it was refused"))
+            raise
         self._ctx.counters.count("holds.begun")
         for early in self._early.take(transfer_id, now):
             if early.link.usable:
@@ -138,8 +144,8 @@ class Producer:
         self._tell_gone(hold, ref, Refusal(ErrorKind.EXPIRED, "the lease has ended"), now)
         self._ctx.counters.count("holds.expired")
         handle: TransferHandle = hold.content
-        self._ctx.emit(Expired(transfer_id=hold.transfer_id))
-        handle._finish(TransferState.EXPIRED, drained=True)
+        event = Expired(transfer_id=hold.transfer_id)
+        handle._finish(TransferState.EXPIRED, drained=True, tell=lambda: self._ctx.emit(event))
 
     def _tell_gone(self, hold: Hold, ref: wire.Ref, why: Refusal, now: float) -> None:
         for reader in hold.readers:
@@ -218,12 +224,12 @@ class Producer:
         if hold is None:
             return
         handle: TransferHandle = hold.content
+        event: Event
         if result.outcome is AckOutcome.COMPLETE:
-            self._ctx.emit(Sent(transfer_id=hold.transfer_id))
-            handle._finish(TransferState.DONE, drained=True)
+            state, event = TransferState.DONE, Sent(transfer_id=hold.transfer_id)
         else:
-            self._ctx.emit(Declined(transfer_id=hold.transfer_id))
-            handle._finish(TransferState.DECLINED, drained=True)
+            state, event = TransferState.DECLINED, Declined(transfer_id=hold.transfer_id)
+        handle._finish(state, drained=True, tell=lambda: self._ctx.emit(event))
 
     # ---- pushes ------------------------------------------------------------------------------
 
@@ -245,10 +251,13 @@ class Producer:
         if push is None:
             if len(self.pushes) >= self._ctx.config.limits.transfers:
                 raise CapacityError(f"{len(self.pushes)} transfers are being pushed")
+            self._ended.pop(handle.transfer_id, None)
             push = self.pushes[handle.transfer_id] = Push(self._ctx, self, handle, targets, now)
             self._ctx.counters.count("pushes.begun")
-        elif push.sealing:
-            raise InvalidInputError(f"transfer {handle.transfer_id!r} was sealed already")
+        elif push.sealing or push.over or push.handle is not handle:
+            raise InvalidInputError(
+                f"transfer {handle.transfer_id!r} was sealed, has failed or is being drained"
+            )
         push.add(spec)
 
     def seal(self, transfer_id: str, payload: bytes) -> bool:
@@ -266,13 +275,25 @@ class Producer:
         push.fail(TransferError("aborted by the user", kind=ErrorKind.ABORTED), now)
         return True
 
-    def on_accept(self, sender: str, message: wire.Accept, now: float) -> None:
+    def fail_live(self, handle: TransferHandle, error: TransferError, now: float) -> bool:
+        """A later submit was refused: the whole transfer fails. False if it is not ours."""
+        push = self.pushes.get(handle.transfer_id)
+        if push is None or push.handle is not handle:
+            return False
+        push.fail(error, now)
+        return True
+
+    def on_accept(self, sender: str, message: wire.Accept, now: float) -> bool:
+        """False if that push has ended: the consumer must not wait for it."""
         push = self.pushes.get(message.ref.transfer)
+        if push is None and message.ref.transfer in self._ended:
+            return False
         if push is None or message.ref in self._cancelled:
             # Not pushing yet: we shall ask. Cancelled: an old copy must not grant anything.
             self._ctx.counters.count("accepts.early_or_stale")
         else:
             push.on_accept(sender, message, now)
+        return True
 
     def on_cancel(self, sender: str, message: wire.Cancel, kind: ErrorKind, now: float) -> bool:
         """False if there is no such push: then nothing of it is in flight, nor ever will be."""
@@ -280,7 +301,7 @@ class Producer:
         if len(self._cancelled) > _CANCELLED_KEPT:
             self._cancelled.popitem(last=False)
         push = self.pushes.get(message.ref.transfer)
-        if push is None:
+        if push is None or not push.has(message.ref):
             return False
         push.on_cancel(kind, message.message, now)
         return True
@@ -289,6 +310,9 @@ class Producer:
         self.queued -= push.queued
         if self.pushes.get(push.handle.transfer_id) is push:
             del self.pushes[push.handle.transfer_id]
+            self._ended[push.handle.transfer_id] = None
+            if len(self._ended) > _CANCELLED_KEPT:
+                self._ended.popitem(last=False)
 
     # ---- draining ----------------------------------------------------------------------------
 

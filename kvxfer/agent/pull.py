@@ -7,6 +7,7 @@ move the parts, and publish when all of them are terminal.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
@@ -177,6 +178,27 @@ class Pull:
             else:
                 self._ctx.at(self, source.asked_at + interval)
 
+    @property
+    def over(self) -> bool:
+        """Failed or ended: nothing can be added."""
+        return self.ended or self.error is not None or self.draining is not None
+
+    def reads_from(self, sender: str, ref: wire.Ref) -> bool:
+        """Whether ``sender`` is a producer rank of ours and ``ref`` its hold."""
+        return any(
+            s.endpoint.incarnation == sender and self.offer.ref(s.endpoint) == ref
+            for s in self._sources
+        )
+
+    def asked(self, seq: int, ref: wire.Ref, sender: str) -> bool:
+        """Whether we asked that producer rank for that hold with ``seq``."""
+        return any(
+            seq in source.sent
+            and ref == self.offer.ref(source.endpoint)
+            and sender == source.endpoint.incarnation
+            for source in self._sources
+        )
+
     def on_grant(self, seq: int, remaining: float, now: float) -> None:
         """A producer rank granted what was asked with ``seq``."""
         for source in self._sources:
@@ -191,6 +213,8 @@ class Pull:
 
     def on_refused(self, kind: ErrorKind, message: str, now: float) -> None:
         """A producer rank refused the grant."""
+        if kind is ErrorKind.ABORTED and any(s.granted_until > now for s in self._sources):
+            return  # it grants nothing more, but what it granted holds
         self.fail(TransferError(f"the producer refused: {message}", kind=kind), now)
 
     def _move(self, now: float) -> None:
@@ -320,7 +344,8 @@ class Pull:
                 source.planned < len(self._specs) or not all(p.done for p in source.parts)
             ):
                 return
-            if source.read and now > source.granted_until:
+            # The time of now, not of the round's beginning: a process can be stopped in between.
+            if source.read and self._ctx.clock.now() > source.granted_until:
                 self.fail(
                     TransferError("complete, but after the lease ended", kind=ErrorKind.EXPIRED),
                     now,
@@ -333,8 +358,8 @@ class Pull:
         self._ctx.counters.count("pull.bytes", nbytes)
         self._release(ok=True, now=now)
         self._end(now)
-        self._ctx.emit(Received(transfer_id=self.handle.transfer_id, nbytes=nbytes))
-        self.handle._finish(TransferState.DONE, drained=True)
+        event = Received(transfer_id=self.handle.transfer_id, nbytes=nbytes)
+        self.handle._finish(TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event))
 
     def _publish_failure(self, error: TransferError, parts: list[Part], now: float) -> None:
         drained = all(part.drained for part in parts)
@@ -357,7 +382,9 @@ class Pull:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[s.link for s in self._sources if s.link is not None],
+                op=Op.READ,
                 peers_write=False,
+                abandon=partial(_abandon, parts),
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
                 free=self._drained_at_last,
@@ -366,8 +393,9 @@ class Pull:
             )
             self._consumer.draining_began(self.draining)
         self.handle.error = error
-        self._ctx.emit(event)
-        self.handle._finish(TransferState.FAILED, drained=drained)
+        self.handle._finish(
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+        )
 
     def _drained_at_last(self, now: float) -> None:
         self._release(ok=False, now=now)
@@ -421,3 +449,8 @@ class Pull:
 
 def _as_transfer_error(error: KvxferError) -> TransferError:
     return TransferError(error.message, kind=error.kind, next_step=error.next_step)
+
+
+def _abandon(parts: list[Part]) -> None:
+    for part in parts:
+        part.abandon()

@@ -14,6 +14,11 @@ __all__ = ["Pump", "sleep_time"]
 
 _log = logging.getLogger("kvxfer.agent")
 
+_AFTER_A_BAD_ROUND = 0.05
+"""Seconds before the next round: a bug must not burn a core."""
+_LOGGED = 100
+"""How many bad rounds are logged with their traceback."""
+
 
 def sleep_time(engine: Engine, next_at: float | None, now: float) -> float:
     """How long nothing has to be looked at, at most, in seconds.
@@ -36,15 +41,18 @@ class Pump:
         self.errors = 0
         """Rounds that ended in an exception: a bug of ours or of a plug-in."""
         self.last_round = clock.now()
+        self._pause = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvxfer-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; False if it did not end in time (an engine call is stuck)."""
+        """End the thread; False if it did not end in time (an engine call is stuck), or is ours."""
         self._stop = True
         self._engine.ctx.channel.wake()
+        if self.is_current_thread():
+            return False
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -63,8 +71,9 @@ class Pump:
                 self._engine.ctx.channel.wait(sleep_time(self._engine, next_at, now))
             except Exception:  # noqa: BLE001
                 # One bad round must not end progress for every transfer of this process.
-                self.errors += 1
-                _log.exception("a round of the progress thread failed")
-                if self.errors > 1000:
-                    _log.critical("the progress thread gives up after 1000 failed rounds")
+                if self._stop:
                     return
+                self.errors += 1
+                if self.errors <= _LOGGED:
+                    _log.exception("a round of the progress thread failed")
+                self._pause.wait(_AFTER_A_BAD_ROUND)

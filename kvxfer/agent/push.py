@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["Push", "PushSpec", "Readiness"]
 
 
+_ANY_TAIL = 2**31
+"""How many destination blocks one push may leave to others."""
+
+
 class Readiness(Protocol):
     """Says whether source bytes are there: ``torch.cuda.Event`` fits. Must not wait."""
 
@@ -94,6 +98,11 @@ class Push:
         self._queue_deadline = now + ctx.timeouts.connect + ctx.timeouts.queue
         self._deadline = now + ctx.timeouts.transfer
         ctx.at(self, min(self._deadline, self._queue_deadline))
+
+    @property
+    def over(self) -> bool:
+        """Failed or ended: nothing can be added."""
+        return self.ended or self.error is not None or self.draining is not None
 
     @property
     def sealing(self) -> bool:
@@ -166,7 +175,7 @@ class Push:
         """A consumer rank told us its destination blocks."""
         for target in self._targets:
             if target.link is not None and target.link.incarnation == sender:
-                if target.ref is None:
+                if target.ref is None and message.ref.keeper == sender:
                     target.groups = tuple(_blocks(group) for group in message.groups)
                     target.ref = message.ref
                     self._ctx.soon(self)
@@ -177,10 +186,22 @@ class Push:
         """Count the submits whose data is there, in order; look again soon while some is not."""
         while self._ready < len(self._specs):
             ready = self._specs[self._ready].ready
-            if ready is not None and not ready.query():
+            if ready is not None and not self._query(ready, now):
                 self._ctx.at(self, now + self._ctx.config.pump_interval)
                 return
             self._ready += 1
+
+    def _query(self, ready: Readiness, now: float) -> bool:
+        try:
+            return ready.query()
+        except Exception as error:  # noqa: BLE001 - users' objects, such as a CUDA error
+            self.fail(
+                TransferError(
+                    f"ready.query() raised {type(error).__name__}: {error}", kind=ErrorKind.INVALID
+                ),
+                now,
+            )
+            return False
 
     def _check_coverage(self) -> None:
         """Once every consumer rank is known: some of them must take each layer that is pushed."""
@@ -222,6 +243,9 @@ class Push:
             target.groups,
             align=spec.align,
             destination=Side.REMOTE,
+            # One push may bring a part of the blocks; the consumer checks that all bytes came.
+            allow_gaps=True,
+            uncovered_remote=_ANY_TAIL,
             cache=self._producer.plans,
         ).merged()
         return Batch(plan.pair, plan.local, plan.remote, plan.size)
@@ -271,6 +295,10 @@ class Push:
 
     # ---- the end -----------------------------------------------------------------------------
 
+    def has(self, ref: wire.Ref) -> bool:
+        """Whether ``ref`` is what a consumer rank granted to this push."""
+        return any(target.ref == ref for target in self._targets)
+
     def on_cancel(self, kind: ErrorKind, message: str, now: float) -> None:
         """A consumer rank no longer wants it."""
         self.fail(TransferError(f"the consumer cancelled: {message}", kind=kind), now)
@@ -305,8 +333,10 @@ class Push:
             self.handle.nbytes = sum(p.batch.nbytes for p in parts)
             self._ctx.counters.count("push.bytes", self.handle.nbytes)
             self._end()
-            self._ctx.emit(Sent(transfer_id=self.handle.transfer_id, nbytes=self.handle.nbytes))
-            self.handle._finish(TransferState.DONE, drained=True)
+            event = Sent(transfer_id=self.handle.transfer_id, nbytes=self.handle.nbytes)
+            self.handle._finish(
+                TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event)
+            )
 
     def _publish_failure(self, error: TransferError, parts: list[Part], now: float) -> None:
         drained = all(part.drained for part in parts)
@@ -330,7 +360,9 @@ class Push:
                 handle=self.handle,
                 blocks=self._block_ids(),
                 links=[t.link for t in self._targets if t.link is not None],
+                op=Op.WRITE,
                 peers_write=False,
+                abandon=partial(_abandon, parts),
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
                 free=lambda at: self._drained_at_last(error, at),
@@ -338,8 +370,9 @@ class Push:
                 now=now,
             )
             self._producer.draining_began(self.draining)
-        self._ctx.emit(event)
-        self.handle._finish(TransferState.FAILED, drained=drained)
+        self.handle._finish(
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+        )
 
     def _drained_at_last(self, error: TransferError, now: float) -> None:
         self._tell_failed(error, drained=True, now=now)
@@ -350,7 +383,7 @@ class Push:
             if target.ref is None or target.link is None or not target.link.usable:
                 continue
             target.link.mailbox.mail(
-                wire.PushFailed(target.ref, error.kind.value, error.message[:4096], drained),
+                wire.PushFailed(target.ref, error.kind.value, error.message[:4096], drained, True),
                 now=now,
                 until=now + self._ctx.timeouts.ack + self._ctx.timeouts.drain,
             )
@@ -377,3 +410,8 @@ def _blocks(group: wire.BlocksWire) -> Blocks:
     if group.positions is None:
         return Blocks.unplaced(ids, placeholder=-1)
     return Blocks.placed(wire.unpack_ids(group.positions), ids, placeholder=-1)
+
+
+def _abandon(parts: list[Part]) -> None:
+    for part in parts:
+        part.abandon()

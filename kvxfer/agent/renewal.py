@@ -56,6 +56,10 @@ class Renewal:
             link.mailbox.send(wire.Open(seq, [self._ref]))
         self._ctx.at(self, min(self._until, max(self._next_at, now + 1e-6)))
 
+    def asked(self, seq: int, ref: wire.Ref, sender: str) -> bool:
+        """Whether that is what we asked for with ``seq``."""
+        return seq in self._sent and ref == self._ref and sender == ref.keeper
+
     def on_grant(self, seq: int, remaining: float, now: float) -> None:
         self._consumer.grants[self._ref] = self._sent.get(seq, now) + remaining
         self._ctx.counters.count("renewals.granted")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kvxfer.agent import orders as o
 from kvxfer.agent.combine import Combined
-from kvxfer.agent.config import AgentConfig
+from kvxfer.agent.config import AgentConfig, seconds_of
 from kvxfer.core.events import Event, Role
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
@@ -101,7 +101,7 @@ class SchedulerAgent:
         """
         if not self._workers:
             raise ConfigError("the workers are not known", next_step="call set_workers first")
-        seconds = self.config.lease if lease is None else lease
+        seconds = self.config.lease if lease is None else seconds_of("lease", lease)
         self._begin(Role.PRODUCER, transfer_id)
         epoch = next(self._epochs)
         self._orders.append(o.HoldOrder(transfer_id=transfer_id, epoch=epoch, lease=seconds))
@@ -145,7 +145,7 @@ class SchedulerAgent:
             o.AcceptOrder(
                 transfer_id=transfer_id,
                 blocks=_groups(blocks),
-                deadline=self._timeout if deadline is None else deadline,
+                deadline=self._timeout if deadline is None else seconds_of("deadline", deadline),
                 producers=tuple(producers),
             )
         )

@@ -122,11 +122,6 @@ class JobThread:
         for _, answer in waiting:
             answer.fail(ClosedError("the connection is closed"))
 
-    def join(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the end; whether it came."""
-        self._thread.join(max(timeout, 0.0))
-        return not self._thread.is_alive()
-
     def _run(self) -> None:
         while True:
             with self._wake:

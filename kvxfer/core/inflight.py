@@ -21,10 +21,10 @@ class PinTable:
     entry per block.  Callable from any thread: users' threads pin, the progress thread unpins.
     """
 
-    def __init__(self, blocks_per_group: Sequence[int]) -> None:
+    def __init__(self, blocks_per_group: Sequence[int], *, serial: int = 0) -> None:
         self._owner = [np.zeros(n, dtype=np.int64) for n in blocks_per_group]
         self._names: dict[int, str] = {}
-        self._serial = 0
+        self._serial = serial
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class PinTable:
                 i = int(foreign.argmax())
                 raise InvalidInputError(
                     f"block {int(ids[i])} of group {group} belongs to transfer "
-                    f"{self._names[int(taken[i])]!r}, into which bytes may still land",
+                    f"{self._names.get(int(taken[i]))!r}, into which bytes may still land",
                     next_step="wait for that transfer's Received or Drained event",
                 )
         if not token:
@@ -85,11 +85,21 @@ class PinTable:
         self._names[token] = name
         return token
 
-    def unpin(self, token: int, groups: Sequence[Int64Array]) -> None:
-        """Release those of ``groups`` that belong to ``token``, and the token. Idempotent."""
+    @property
+    def serial(self) -> int:
+        """The last token given out: a table that replaces this one goes on from there."""
+        return self._serial
+
+    def unpin(self, token: int, groups: Sequence[Int64Array], *, last: bool = True) -> None:
+        """Release those of ``groups`` that belong to ``token``; with ``last`` the token as well.
+
+        Idempotent.
+        """
         with self._lock:
-            if self._names.pop(token, None) is None:
+            if token not in self._names:
                 return
+            if last:
+                del self._names[token]
             for ids, owner in zip(groups, self._owner, strict=True):
                 mine = ids[owner[ids] == token]
                 owner[mine] = 0

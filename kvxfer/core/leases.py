@@ -8,6 +8,7 @@ has posted just before its own end.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -28,6 +29,10 @@ class Hold:
     lease: float
     ends_at: float
     content: Any = None
+    granted_until: float = -math.inf
+    """The latest moment that some reader was promised."""
+    closing: bool = False
+    """Aborted: nobody is granted anything more."""
     readers: set[Any] = attrs.field(factory=set)
     """Who opened it and may have to be told that it is gone."""
 
@@ -105,18 +110,21 @@ class LeaseTable:
                 ErrorKind.STALE,
                 f"reference to epoch {epoch} of {transfer_id!r}, which is now epoch {entry.epoch}",
             )
+        if entry.closing:
+            return Refusal(ErrorKind.ABORTED, f"{transfer_id!r} is being given up")
         if now >= entry.ends_at:  # in its margin: too late to promise anything
             return Refusal(ErrorKind.EXPIRED, f"the lease of {transfer_id!r} has ended")
         entry.ends_at = max(entry.ends_at, now + entry.lease)
+        entry.granted_until = entry.ends_at
         self._timers.set(transfer_id, entry.ends_at + self.margin)
         return entry
 
     def shorten(self, transfer_id: str, *, now: float, lease: float) -> None:
-        """Let a hold end at most ``lease`` seconds from now (an abort of a held transfer)."""
+        """Grant nothing more and end in ``lease`` seconds, but not before what was granted."""
         entry = self._holds.get(transfer_id)
-        if entry is not None and entry.ends_at > now + lease:
-            entry.ends_at = now + lease
-            entry.lease = min(entry.lease, lease)
+        if entry is not None:
+            entry.closing = True
+            entry.ends_at = max(entry.granted_until, min(entry.ends_at, now + lease))
             self._timers.set(transfer_id, entry.ends_at + self.margin)
 
     def end(self, transfer_id: str, why: Refusal) -> Hold | None:

@@ -102,13 +102,18 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._seen)
 
+    def seen(self, sender: str, mid: int) -> bool:
+        """Whether this message was remembered before."""
+        if (sender, mid) in self._seen:
+            self.duplicates += 1
+            return True
+        return False
+
     def first_time(self, sender: str, mid: int) -> bool:
         """Whether this message is new; remembers it."""
-        key = (sender, mid)
-        if key in self._seen:
-            self.duplicates += 1
+        if self.seen(sender, mid):
             return False
-        self._seen[key] = None
+        self._seen[sender, mid] = None
         if len(self._seen) > self._capacity:
             self._seen.popitem(last=False)
         return True

@@ -142,6 +142,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     versions: tuple[Small, Small]
     answer: bool
+    session: Count
+    """Rises whenever the sender wants its connection to this peer built anew."""
+    revision: Count
+    """Rises whenever the sender registers other caches; an older hello is ignored."""
     name: Name
     address: Annotated[str, Meta(max_length=512)]
     ranks: RanksWire
@@ -223,12 +227,16 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
-    """WRITE: the producer gave up. ``drained``: nothing of it can land any more. Confirmed."""
+    """WRITE: the producer gave up, or pushes nothing (``began`` is false). Confirmed.
+
+    ``drained``: nothing of it can land any more.
+    """
 
     ref: Ref
     kind: Token
     message: Text
     drained: bool
+    began: bool
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

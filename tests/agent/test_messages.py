@@ -57,7 +57,7 @@ def test_every_message_survives_the_wire() -> None:
     ids = wire.BlocksWire(b"\x04", None)
     ranks = {"tp_size": 1}
     bodies: list[wire.Message] = [
-        wire.Hello((1, 1), False, "n", "", ranks, "", [], []),
+        wire.Hello((1, 1), False, 1, 1, "n", "", ranks, "", [], []),
         wire.HelloRefused((1, 1), "no"),
         wire.Who(),
         wire.Open(1, [REF]),
@@ -68,7 +68,7 @@ def test_every_message_survives_the_wire() -> None:
         wire.Ask("t"),
         wire.Accept(REF, [ids], 1.0),
         wire.Seal(REF, ranks, 5, b"p"),
-        wire.PushFailed(REF, "timeout", "", True),
+        wire.PushFailed(REF, "timeout", "", True, True),
         wire.Cancel(REF, "aborted", ""),
         wire.Bye(),
         wire.Confirm([1, 2]),
@@ -103,8 +103,8 @@ def test_mutated_messages_never_stop_the_agent(rig: Rig) -> None:
                 wire.Cancel(ref, "aborted", ""),
                 wire.Gone(ref, "expired", ""),
                 wire.Seal(ref, {"tp_size": 1}, 1, b""),
-                wire.PushFailed(ref, "timeout", "", True),
-                p.agent._local.message(answer=True),
+                wire.PushFailed(ref, "timeout", "", True, True),
+                p.agent._local.message(answer=True, session=1),
                 wire.Confirm([1, 2, 3]),
             ],
             start=1000,

@@ -260,6 +260,22 @@ def test_a_placeholder_facing_a_real_block_is_a_gap() -> None:
     assert plan.uncovered.whole_ids.tolist() == [7]
 
 
+@pytest.mark.parametrize("tokens", [8, 4], ids=["equal blocks", "unequal blocks"])
+def test_a_missing_prefix_can_be_allowed(tokens: int) -> None:
+    """With allow_gaps, the blocks that have a partner move to it, and the others are reported."""
+    per = 8 // tokens
+    source = Blocks.at(per, [b for i in (4, 5) for b in range(i * per, i * per + per)])
+    other = flat(16 * per, tokens)
+    plan = plan_blocks(flat(), Blocks.at(0, [1, 2, 3]), other, source, allow_gaps=True)
+    assert plan.merged().lists() == ([16], [32], [16])
+    assert plan.uncovered.whole_ids.tolist() == [1]
+    mirrored = plan_blocks(
+        other, source, flat(), Blocks.at(0, [1, 2, 3]), allow_gaps=True, destination=Side.REMOTE
+    )
+    assert mirrored.merged().lists() == ([32], [16], [16])
+    assert mirrored.uncovered == plan.uncovered
+
+
 def test_a_missing_prefix_is_a_gap() -> None:
     """Local blocks before the source's first one are refused, though the tail is allowed."""
     with pytest.raises(InvalidInputError, match="would receive nothing though later ones do"):
@@ -508,8 +524,10 @@ def plans(draw):
     for _ in range(draw(st.integers(1, 14))):
         n = draw(st.integers(1, 6))
         if draw(st.booleans()):
-            at += draw(st.integers(1, 5))
+            at += draw(st.integers(0, 5))
             base = draw(st.integers(0, 80))
+        elif draw(st.booleans()):
+            at += draw(st.integers(1, 5))
         local.append(at)
         remote.append(base)
         size.append(n)
@@ -694,6 +712,31 @@ def test_a_layer_that_does_not_fit_is_named_with_both_geometries() -> None:
         )
 
 
+def test_layers_check_ids_of_both_sides_in_every_group() -> None:
+    """Ranges follow each group's own layers on each side, duplicates the written side."""
+    layers = Layers(
+        [
+            LayerPair(name="a", pair=0, local=flat(4), remote=flat(6), group=0),
+            LayerPair(name="b", pair=1, local=flat(5), remote=flat(3), group=1, remote_group=2),
+        ]
+    )
+    good = [0, 1]
+    for side, group, ids, text in (
+        (0, 0, [0, 4], r"local block id 4 lies outside 0\.\.3"),
+        (0, 1, [5, 0], r"local block id 5 lies outside 0\.\.4"),
+        (1, 0, [6, 0], r"remote block id 6 lies outside 0\.\.5"),
+        (1, 2, [0, 3], r"remote block id 3 lies outside 0\.\.2"),
+        (0, 1, [2, 2], "local block id 2 occurs twice"),
+    ):
+        lists = [[Blocks.at(0, good) for _ in range(3)] for _ in range(2)]
+        plan_layers(layers, *lists)
+        lists[side][group] = Blocks.at(0, ids)
+        with pytest.raises(InvalidInputError, match=text):
+            plan_layers(layers, *lists)
+        if len(set(ids)) == 1:
+            plan_layers(layers, *lists, destination=Side.REMOTE)
+
+
 def test_groups_need_their_lists() -> None:
     """A layer's group without a list, and ids where Blocks belong, are errors."""
     layers = two_regions()
@@ -786,6 +829,14 @@ def test_interleaved_rows_are_known_to_be_apart() -> None:
     refs = [LayerRef(name=i, group=0, region=0, layout=row) for i, row in enumerate(planes)]
     assert match_layers(refs[:2], refs[:2]).overlaid_local == ()
     assert match_layers(refs, refs).overlaid_local == (0,), "the third reaches into the next row"
+    crooked = [
+        KVLayout(**{**_fields(row), "planes": 2, "plane_stride": 84, "offset": row.offset})
+        for row in rows[:2]
+    ]
+    refs = [LayerRef(name=i, group=0, region=0, layout=row) for i, row in enumerate(crooked)]
+    assert match_layers(refs, refs).overlaid_local == (0,), "the second planes are shifted"
+    with pytest.raises(InvalidInputError, match="written twice"):
+        plan_layers(match_layers(refs, refs), [Blocks.at(0, [0, 3])], [Blocks.at(0, [0, 3])])
 
 
 def test_two_names_for_one_cache_move_once() -> None:
@@ -793,6 +844,21 @@ def test_two_names_for_one_cache_move_once() -> None:
     refs = [LayerRef(name=n, group=0, region=0, layout=flat()) for n in ("a", "b")]
     plan = plan_layers(match_layers(refs, refs), [Blocks.at(0, [1])], [Blocks.at(0, [2])])
     assert len(plan) == 1
+
+
+def test_one_memory_against_two_is_two_layers() -> None:
+    """Two names for one memory here, not there: reading would write it twice, writing is fine."""
+    ours = [LayerRef(name=n, group=0, region=0, layout=flat()) for n in ("a", "b")]
+    theirs = [
+        LayerRef(name=n, group=0, region=0, layout=flat(offset=at))
+        for n, at in (("a", 0), ("b", 256))
+    ]
+    layers = match_layers(ours, theirs)
+    lists = [Blocks.at(0, [1])], [Blocks.at(0, [2])]
+    with pytest.raises(InvalidInputError, match="written twice"):
+        plan_layers(layers, *lists)
+    plan = plan_layers(layers, *lists, destination=Side.REMOTE)
+    assert plan.lists()[1:3] == ([8, 8], [16, 272])
 
 
 def test_group_numbers_may_differ_between_the_sides() -> None:

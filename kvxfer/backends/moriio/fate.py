@@ -14,6 +14,10 @@ The engine's messages, before `` Hint: ``, as seen with amd-mori 1.2.4 (code 13 
     partly posted       ``ibv_post_send failed with E: ... (posted P/T WRs)``, P > 0
     all data posted     everything that names ``(notify)``, every completion status,
                         ``verbs async event ...``
+
+Two texts are ours: ``own admission: send queue full`` (no code, nothing posted), and, where the
+engine has told why a call was flushed, ``CAUSE; status: Work Request Flushed Error``, for instance
+with the cause ``transport retry counter exceeded: peer did not acknowledge within ...``.
 """
 
 from __future__ import annotations

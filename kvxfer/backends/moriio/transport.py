@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, ClassVar
 
 from kvxfer.backends._background import Gate
@@ -250,17 +249,15 @@ class MoriioTransport(Transport):
     # ---- the end ---------------------------------------------------------------------------
 
     def _close(self, deadline: float) -> None:
-        end = time.monotonic() + deadline
         peers = tuple(self._peers)
         for peer in peers:
             peer.thread.stop()
         empty = self._gate.close(deadline)
-        gone = [peer.thread.join(end - time.monotonic()) for peer in peers]
         unfinished = self._poster.finish()
         for peer in peers:
             for path in tuple(peer.paths):
                 path.close()
-        if not (empty and all(gone)):
+        if not empty:
             # Ending the engine under a thread that is inside it would end the process.
             _abandoned.append((self._engine, unfinished))
             return

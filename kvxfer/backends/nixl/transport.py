@@ -6,7 +6,6 @@ import collections
 import contextlib
 import itertools
 import threading
-import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -302,13 +301,9 @@ class NixlTransport(Transport):
     # ---- the end ---------------------------------------------------------------------------
 
     def _close(self, deadline: float) -> None:
-        end = time.monotonic() + deadline
-        threads = tuple(self._threads)
-        for thread in threads:
+        for thread in tuple(self._threads):
             thread.stop()
-        empty = self._gate.close(deadline)
-        gone = [thread.join(end - time.monotonic()) for thread in threads]
-        if not (empty and all(gone)):
+        if not self._gate.close(deadline):
             # Ending the agent under a thread that is inside it would end the process.
             _abandoned.append((self._agent, self._flights))
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -11,28 +10,23 @@ from typing import TYPE_CHECKING
 from kvxfer.backends.shm import messages
 from kvxfer.backends.shm.link import Link, socket_name
 from kvxfer.backends.shm.loop import READ
-from kvxfer.backends.shm.memfd import Mapping, map_peer_file
-from kvxfer.backends.shm.peer import RemoteRegion, ShmPeer
 from kvxfer.backends.shm.procs import ProcessWatch, peer_credentials, peer_pidfd
 from kvxfer.backends.shm.protocol import (
-    MAX_REGIONS,
     PROTOCOL,
     Bye,
     Denied,
     Gone,
     Granted,
-    GrantedRegion,
     Hello,
     Refusal,
     Refused,
     Revoke,
     Revoked,
-    SegmentInfo,
-    Want,
     Welcome,
     decode_from_server,
     encode,
 )
+from kvxfer.backends.shm.regions import RegionTable
 from kvxfer.errors import (
     HandshakeError,
     KvxferError,
@@ -47,7 +41,9 @@ if TYPE_CHECKING:
 
     from kvxfer.backends.shm.config import ShmConfig
     from kvxfer.backends.shm.loop import HandoverLoop, Timer
+    from kvxfer.backends.shm.memfd import Mapping
     from kvxfer.backends.shm.messages import Message
+    from kvxfer.backends.shm.peer import ShmPeer
     from kvxfer.backends.shm.procs import ProcessId
 
 __all__ = ["Client"]
@@ -62,24 +58,6 @@ _REFUSALS: dict[str, tuple[Message, type[TransportError]]] = {
     Refusal.BARRED: (messages.FENCED, StaleError),
     Refusal.FULL: (messages.REFUSED_FULL, HandshakeError),
 }
-
-
-class _Asking:
-    """One ``want`` under way: which regions are still missing, and whom to tell."""
-
-    def __init__(self, done: Callable[[KvxferError | None], None]) -> None:
-        self.missing: set[int] = set()
-        self.requests: list[int] = []
-        self.timer: Timer | None = None
-        self._done = done
-        self._answered = False
-
-    def answer(self, error: KvxferError | None) -> None:
-        if not self._answered:
-            self._answered = True
-            if self.timer is not None:
-                self.timer.cancel()
-            self._done(error)
 
 
 class Client:
@@ -105,18 +83,17 @@ class Client:
         self._peer = peer
         self._process = process
         self._cut = cut
-        self._unmap = unmap
+        self._regions = RegionTable(peer, unmap=unmap)
         self._link: Link | None = None
         self._connected: Callable[[KvxferError | None], None] | None = None
         self._timer: Timer | None = None
-        self._requests = itertools.count(1)
-        self._asking: dict[int, _Asking] = {}
 
     # ---- connect ---------------------------------------------------------------------------
 
     def connect(self, incarnation: str, done: Callable[[KvxferError | None], None]) -> None:
         """Begin; ``done`` hears None or the error within ``handshake_timeout``."""
         self._connected = done
+        self._timer = self._loop.later(self._config.handshake_timeout, self._too_late)
         address = self._peer.address
         if address.boot_id != self._process.boot_id:
             self._fail(messages.OTHER_MACHINE.error(HandshakeError, f"boot id {address.boot_id}"))
@@ -126,7 +103,6 @@ class Client:
             if error is not None:
                 self._fail(error)
                 return
-        self._timer = self._loop.later(self._config.handshake_timeout, self._too_late)
         self._hello = Hello(
             lowest=PROTOCOL,
             highest=PROTOCOL,
@@ -144,6 +120,9 @@ class Client:
             )
         except ProcessLookupError as error:
             return messages.PEER_GONE.error(PeerLostError, f"process {address.pid}", error.errno)
+        except OSError as error:  # out of descriptors, or no pidfd_open (before Linux 5.3)
+            detail = f"pidfd_open: {error.strerror}"
+            return messages.UNREACHABLE.error(HandshakeError, detail, error.errno)
         # The pidfd was taken first: if the start time is right now, it is the right process.
         if not watch.same_process():
             watch.close()
@@ -164,7 +143,11 @@ class Client:
         if self._connected is None or self._link is not None:
             return
         address = self._peer.address
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self._fail(messages.UNREACHABLE.error(HandshakeError, str(error), error.errno))
+            return
         sock.setblocking(False)
         try:
             sock.connect(socket_name(address.socket))
@@ -212,11 +195,7 @@ class Client:
         self._link.send(encode(self._hello))
 
     def _too_late(self) -> None:
-        self._fail(
-            messages.NOT_ANSWERING.error(
-                HandshakeError, f"within {self._config.handshake_timeout:g} s"
-            )
-        )
+        self._fail(self._silence())
 
     def _fail(self, error: KvxferError) -> None:
         connected, self._connected = self._connected, None
@@ -228,54 +207,43 @@ class Client:
 
     def want(self, region_ids: Iterable[int], done: Callable[[KvxferError | None], None]) -> None:
         """Have ``peer.regions`` hold these regions; ``done`` hears None or the error."""
-        asking = _Asking(done)
-        asking.missing = {r for r in region_ids if r not in self._peer.regions}
-        if not asking.missing:
-            asking.answer(None)
-            return
-        if self._link is None or self._peer.cut is not None:
-            cut = self._peer.cut or messages.PEER_GONE
-            asking.answer(cut_error(cut, self._peer))
-            return
-        asking.timer = self._loop.later(
-            self._config.handshake_timeout, lambda: self._give_up(asking)
-        )
-        wanted = sorted(asking.missing)
-        for start in range(0, len(wanted), MAX_REGIONS):
-            request = next(self._requests)
-            asking.requests.append(request)
-            self._asking[request] = asking
-            if self._link is not None:
-                regions = wanted[start : start + MAX_REGIONS]
-                self._link.send(encode(Want(request=request, regions=regions)))
-
-    def _give_up(self, asking: _Asking) -> None:
-        self._forget(asking)
-        asking.answer(
-            messages.NOT_ANSWERING.error(
-                HandshakeError, f"within {self._config.handshake_timeout:g} s"
+        missing = self._regions.missing(region_ids)
+        if not missing:
+            done(None)
+        elif self._link is None or self._peer.cut is not None:
+            done(cut_error(self._peer.cut or messages.PEER_GONE, self._peer))
+        else:
+            asking, requests = self._regions.ask(missing, done)
+            asking.timer = self._loop.later(
+                self._config.handshake_timeout, lambda: asking.answer(self._silence())
             )
-        )
+            for request in requests:
+                if self._link is not None:
+                    self._link.send(encode(request))
 
-    def _forget(self, asking: _Asking) -> None:
-        for request in asking.requests:
-            self._asking.pop(request, None)
+    def _silence(self) -> TransportError:
+        return messages.NOT_ANSWERING.error(
+            HandshakeError, f"within {self._config.handshake_timeout:g} s"
+        )
 
     # ---- messages --------------------------------------------------------------------------
 
     def _received(self, data: bytes, fds: list[int]) -> None:
+        if self._peer.cut is not None:
+            return  # we are on our way out: what was handed over is not mapped any more
         message = decode_from_server(data)
         if self._connected is not None:
             self._introduced(message)
         elif isinstance(message, Granted):
-            self._granted(message, fds)
+            try:
+                self._regions.granted(message, fds)
+            except HandshakeError:
+                # The peer counts it as handed over: the two sides do not agree any more.
+                self._ended(messages.BROKEN_PROTOCOL)
         elif isinstance(message, Denied):
-            asking = self._asking.get(message.request)
-            if asking is not None:
-                self._forget(asking)
-                asking.answer(messages.REGION_GONE.error(StaleError, f"region {message.region}"))
+            self._regions.denied(message)
         elif isinstance(message, Gone):
-            self._region_gone(message.region)
+            self._regions.gone(message.region)
         elif isinstance(message, Revoke):
             self._ended(messages.FENCED)
         elif isinstance(message, Bye):
@@ -298,75 +266,6 @@ class Client:
         else:
             raise WireError(f"{type(message).__name__} instead of Welcome")
 
-    def _granted(self, message: Granted, fds: list[int]) -> None:
-        asking = self._asking.get(message.request)
-        try:
-            for info in message.segments:
-                self._map(info, fds)
-            for region in message.regions:
-                self._peer.regions[region.region] = self._checked(region)
-        except HandshakeError as error:
-            # The server counts it as handed over; without it the two sides do not agree any more.
-            if asking is not None:
-                self._forget(asking)
-                asking.answer(error)
-            self._ended(messages.BROKEN_PROTOCOL)
-            return
-        self._asking.pop(message.request, None)
-        if asking is not None:
-            asking.missing.difference_update(region.region for region in message.regions)
-            if not asking.missing:
-                self._forget(asking)
-                asking.answer(None)
-
-    def _map(self, info: SegmentInfo, fds: list[int]) -> None:
-        if not info.attached:
-            return
-        if not fds:
-            raise WireError(f"segment {info.segment} came without its file")
-        fd = fds.pop(0)
-        try:
-            mapping = map_peer_file(fd, info.nbytes, writable=info.writable)
-        finally:
-            os.close(fd)
-        self._peer.mappings[info.segment] = mapping
-
-    def _checked(self, granted: GrantedRegion) -> RemoteRegion:
-        mapping: Mapping | None = None
-        address = granted.place
-        if granted.segment is not None:
-            mapping = self._peer.mappings.get(granted.segment)
-            if mapping is None:
-                raise WireError(f"segment {granted.segment} was never handed over")
-            if granted.place > mapping.nbytes - granted.nbytes:
-                raise messages.TOO_SMALL.error(
-                    HandshakeError,
-                    f"region {granted.region} ends at byte {granted.place + granted.nbytes} of "
-                    f"{mapping.nbytes}",
-                )
-            address = mapping.address + granted.place
-        elif granted.place > 2**63 - 1 - granted.nbytes:
-            raise WireError(f"region {granted.region} leaves the address space")
-        return RemoteRegion(
-            region_id=granted.region,
-            nbytes=granted.nbytes,
-            mapping=mapping,
-            address=address,
-            segment=granted.segment,
-        )
-
-    def _region_gone(self, region_id: int) -> None:
-        region = self._peer.regions.pop(region_id, None)
-        if region is None:
-            return
-        region.gone = True
-        segment = region.segment
-        if segment is None or any(r.segment == segment for r in self._peer.regions.values()):
-            return
-        mapping = self._peer.mappings.pop(segment, None)
-        if mapping is not None:
-            self._unmap(mapping)
-
     # ---- the end ---------------------------------------------------------------------------
 
     def _hung_up(self, reason: str) -> None:
@@ -386,9 +285,7 @@ class Client:
 
     def fail_asking(self, why: Message) -> None:
         """Answer everything that was asked and cannot be answered any more."""
-        for asking in set(self._asking.values()):
-            asking.answer(cut_error(why, self._peer))
-        self._asking.clear()
+        self._regions.fail(cut_error(why, self._peer))
 
     def revoked(self) -> None:
         """Confirm a fence of the peer, and hang up."""

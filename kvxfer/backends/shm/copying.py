@@ -30,6 +30,8 @@ _STAGED_FROM = 16
 
 def merge(batch: Batch) -> Batch:
     """Join neighbours that are contiguous on both sides: random ids gain nothing, runs a lot."""
+    if len(batch) < 2:
+        return batch
     pair, local, remote, size = batch.pair, batch.local, batch.remote, batch.size
     joined = (local[1:] == local[:-1] + size[:-1]) & (remote[1:] == remote[:-1] + size[:-1])
     joined &= pair[1:] == pair[:-1]

@@ -161,14 +161,13 @@ class CopyJob:
     # ---- inside ----------------------------------------------------------------------------
 
     def _by_place(self, batch: Batch) -> list[tuple[Batch, bool]]:
+        if self.path.one_place is not None:
+            return [(batch, self.path.one_place)]
         in_place = self.path.in_place[batch.pair]
-        if not in_place.any():
-            return [(batch, False)]
-        if in_place.all():
-            return [(batch, True)]
         return [
             (Batch(batch.pair[m], batch.local[m], batch.remote[m], batch.size[m]), place)
             for m, place in ((in_place, True), (~in_place, False))
+            if m.any()
         ]
 
 

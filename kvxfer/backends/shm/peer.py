@@ -99,3 +99,7 @@ class ShmPath(Path):
         self.near = np.array([local.span.address for local, _ in pairs], dtype=np.int64)
         self.far = np.array([region.address for region in remote], dtype=np.int64)
         self.in_place = np.array([region.mapping is None for region in remote], dtype=bool)
+        """Which pairs are read with process_vm_readv."""
+        same = bool(self.in_place.all()) or not self.in_place.any()
+        self.one_place: bool | None = bool(self.in_place[0]) if same else None
+        """The answer for all pairs, None if they differ."""

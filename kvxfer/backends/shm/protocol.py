@@ -63,13 +63,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     namespaces: Annotated[str, msgspec.Meta(max_length=128)]
     pid: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     start_time: _U63
-    uid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     socket: Annotated[str, msgspec.Meta(min_length=2, max_length=107)]
     """A path, or an abstract name with "@" for its leading zero byte."""
     token: _Token
 
     def __repr__(self) -> str:  # the token stays out of logs
-        return f"Address(pid={self.pid}, uid={self.uid}, socket={self.socket!r})"
+        return f"Address(pid={self.pid}, socket={self.socket!r})"
 
     @property
     def process(self) -> ProcessId:

@@ -15,11 +15,10 @@ import socket
 import tempfile
 from typing import TYPE_CHECKING
 
-import attrs
-
+from kvxfer.backends.shm.holders import Holder, Revocation
 from kvxfer.backends.shm.link import Link, socket_name
-from kvxfer.backends.shm.loop import READ, HandoverLoop, Timer
-from kvxfer.backends.shm.memfd import PeerAccess, Segment
+from kvxfer.backends.shm.loop import READ, HandoverLoop
+from kvxfer.backends.shm.memfd import PeerAccess
 from kvxfer.backends.shm.procs import ProcessWatch, peer_credentials, peer_pidfd
 from kvxfer.backends.shm.protocol import (
     PROTOCOL,
@@ -45,40 +44,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvxfer.backends.shm.config import ShmConfig
+    from kvxfer.backends.shm.exports import Export
 
-__all__ = ["Export", "Server"]
+__all__ = ["Server"]
 
 HELLO_TIMEOUT = 5.0
 """Seconds a stranger may hold a connection without introducing itself."""
 MAX_BARRED = 4096
 """Fenced incarnations that are remembered; beyond, the oldest is forgotten and counted."""
 _BACKLOG = 128
-
-
-@attrs.frozen(kw_only=True)
-class Export:
-    """A registered region: in ``segment`` at offset ``place``, or at address ``place``."""
-
-    region_id: int
-    nbytes: int
-    segment: Segment | None
-    place: int
-
-
-class _Holder:
-    """A connected peer and what it holds of ours; outlives its connection until that is proven."""
-
-    def __init__(self, link: Link | None, watch: ProcessWatch | None, pid: int) -> None:
-        self.link = link
-        self.watch = watch
-        self.pid = pid
-        self.incarnation = ""
-        self.sent: set[int] = set()
-        self.granted: dict[int, int | None] = {}
-        self.may_write = False
-        self.hello_timer: Timer | None = None
-        self.ended = False
-        self.on_end: list[Callable[[], None]] = []
 
 
 class Server:
@@ -104,7 +78,7 @@ class Server:
         self._find = find
         self.token = secrets.token_bytes(32)
         self.counters: collections.Counter[str] = collections.Counter()
-        self._holders: list[_Holder] = []
+        self._holders: list[Holder] = []
         self._barred: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._directory, self.socket = _choose_name(config)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,7 +104,7 @@ class Server:
 
     def announce_gone(self, region_id: int) -> None:
         """Tell those who were granted a region that it is deregistered."""
-        for holder in self._holders:
+        for holder in tuple(self._holders):  # one that does not read is dropped meanwhile
             if region_id not in holder.granted:
                 continue
             segment = holder.granted.pop(region_id)
@@ -164,49 +138,20 @@ class Server:
     # ---- proofs ----------------------------------------------------------------------------
 
     def _revoke(
-        self, holders: list[_Holder], message: Revoke | Bye, answer: Callable[[str], None]
+        self, holders: list[Holder], message: Revoke | Bye, answer: Callable[[str], None]
     ) -> None:
-        waiting: list[_Holder] = []
         for holder in holders:
+            holder.leaving = True
             self._send(holder, message)
-            if holder.may_write and not holder.ended:
-                waiting.append(holder)
-        if not waiting:
-            answer("")
-            return
-        left = set(map(id, waiting))
-        answered = False
+        writers = [h for h in holders if h.may_write and not h.ended]
+        Revocation(self._loop, writers, self._config.fence_timeout, answer)
 
-        def finish(reason: str) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                timer.cancel()
-                answer(reason)
-
-        def ended(holder: _Holder) -> None:
-            left.discard(id(holder))
-            if not left:
-                finish("")
-
-        def too_late() -> None:
-            late = ", ".join(str(h.pid) for h in waiting if id(h) in left)
-            finish(
-                f"process {late} has our memory mapped writable and did not confirm within "
-                f"{self._config.fence_timeout:g} s that it unmapped it; it is alive, perhaps "
-                "stopped: ending it would be proof"
-            )
-
-        timer = self._loop.later(self._config.fence_timeout, too_late)
-        for holder in waiting:
-            holder.on_end.append(lambda holder=holder: ended(holder))  # type: ignore[misc]
-
-    def _end(self, holder: _Holder) -> None:
+    def _end(self, holder: Holder) -> None:
         """It is certain that the holder touches nothing of ours any more, or we give up."""
         if holder.ended:
             return
         holder.ended = True
-        self._hang_up(holder)
+        holder.hang_up()
         if holder.watch is not None:
             self._loop.unwatch(holder.watch.pidfd)
             holder.watch.close()
@@ -214,18 +159,11 @@ class Server:
         for call in holder.on_end:
             call()
 
-    def _hang_up(self, holder: _Holder) -> None:
-        if holder.hello_timer is not None:
-            holder.hello_timer.cancel()
-        if holder.link is not None:
-            holder.link.close()
-            holder.link = None
-
-    def _lost(self, holder: _Holder, reason: str) -> None:
+    def _lost(self, holder: Holder, reason: str) -> None:
         """The connection broke without a word. What the peer mapped, it may still have mapped."""
         if reason:
             self.counters["links_dropped"] += 1
-        self._hang_up(holder)
+        holder.hang_up()
         if not holder.may_write or holder.watch is None or not holder.watch.alive():
             self._end(holder)
 
@@ -248,7 +186,7 @@ class Server:
             sock.close()
             return
         watch = None if pidfd is None else ProcessWatch(pidfd)
-        holder = _Holder(None, watch, pid)
+        holder = Holder(watch, pid)
         holder.link = Link(
             self._loop,
             sock,
@@ -269,18 +207,18 @@ class Server:
         if self._listener.fileno() >= 0:
             self.start()
 
-    def _refuse(self, holder: _Holder, reason: str) -> None:
+    def _refuse(self, holder: Holder, reason: str) -> None:
         self.counters[f"refused_{reason}"] += 1
         self._send(holder, Refused(reason=reason))
         self._end(holder)
 
-    def _send(self, holder: _Holder, message: FromServer, fds: tuple[int, ...] = ()) -> None:
+    def _send(self, holder: Holder, message: FromServer, fds: tuple[int, ...] = ()) -> None:
         if holder.link is not None:
             holder.link.send(encode(message), fds)
 
     # ---- messages --------------------------------------------------------------------------
 
-    def _received(self, holder: _Holder, data: bytes) -> None:
+    def _received(self, holder: Holder, data: bytes) -> None:
         try:
             message = decode_from_client(data)
         except WireError:
@@ -292,11 +230,12 @@ class Server:
             self.counters["malformed"] += 1
             raise WireError("a message before Hello")
         elif isinstance(message, Want):
-            self._grant(holder, message)
+            if not holder.leaving:
+                self._grant(holder, message)
         else:  # Revoked or Bye: each says that nothing of ours is mapped any more
             self._end(holder)
 
-    def _greet(self, holder: _Holder, hello: Hello) -> None:
+    def _greet(self, holder: Holder, hello: Hello) -> None:
         if not hmac.compare_digest(hello.token, self.token):
             self._refuse(holder, Refusal.TOKEN)
         elif hello.wanted != self._incarnation:
@@ -311,7 +250,7 @@ class Server:
                 holder.hello_timer.cancel()
             self._send(holder, Welcome(version=PROTOCOL))
 
-    def _grant(self, holder: _Holder, want: Want) -> None:
+    def _grant(self, holder: Holder, want: Want) -> None:
         segments: dict[int, SegmentInfo] = {}
         regions: list[GrantedRegion] = []
         fds: list[int] = []

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import functools
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvxfer.backends._local import check_dram, is_writable
+from kvxfer.backends._local import check_dram
 from kvxfer.backends.shm import allocation, messages
 from kvxfer.backends.shm.client import Client, cut_error
 from kvxfer.backends.shm.config import ShmConfig
+from kvxfer.backends.shm.exports import ExportTable
+from kvxfer.backends.shm.fencing import Fencing
 from kvxfer.backends.shm.jobs import CopyJob, ProbeTask
 from kvxfer.backends.shm.loop import HandoverLoop
-from kvxfer.backends.shm.memfd import PeerAccess, find_segment
+from kvxfer.backends.shm.memfd import PeerAccess
 from kvxfer.backends.shm.peer import RemoteRegion, ShmPath, ShmPeer
 from kvxfer.backends.shm.pool import CopyPool
-from kvxfer.backends.shm.procs import ProcessId
+from kvxfer.backends.shm.preparing import check_pair, why_not
+from kvxfer.backends.shm.procs import ProcessId, admit_readers
 from kvxfer.backends.shm.protocol import (
     PROTOCOL,
     Address,
     decode_address,
     encode_address,
 )
-from kvxfer.backends.shm.server import Export, Server
+from kvxfer.backends.shm.server import Server
 from kvxfer.core.capabilities import (
     Cancel,
     Capabilities,
@@ -46,7 +46,6 @@ from kvxfer.errors import (
     HandshakeError,
     InvalidInputError,
     KvxferError,
-    StaleError,
     WireError,
 )
 
@@ -60,7 +59,6 @@ __all__ = ["ShmTransport"]
 
 MAX_PIECES = 65536
 """Per post: bounds the time that ``post`` spends cutting a batch (about a millisecond)."""
-_PR_SET_PTRACER = 0x59616D61
 _EXPECTING_AN_ANSWER = (messages.FENCED, messages.PEER_CLOSED)
 _REVOKE_ON_CLOSE = 1.0
 """Seconds that ``close`` waits at most for peers to unmap our memory. A healthy one needs 1 ms."""
@@ -81,7 +79,7 @@ class ShmTransport(Transport):
     peer is let in again once we ``connect`` to it again.
 
     Raises:
-        ConfigError: the handover socket cannot be bound.
+        ConfigError: the handover socket cannot be bound, or /proc is not mounted.
     """
 
     name: ClassVar[str] = messages.BACKEND
@@ -89,10 +87,16 @@ class ShmTransport(Transport):
     def __init__(self, config: ShmConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)
         self.config = config or ShmConfig()
-        self._process = ProcessId.current()
-        self._lock = threading.Lock()  # guards the two tables below
-        self._exports: dict[int, Export] = {}
-        self._next_region = 0
+        try:
+            self._process = ProcessId.current()
+        except OSError as error:
+            raise ConfigError(f"shm needs /proc mounted: {error}") from error
+        if self.config.admit_readers:
+            try:
+                admit_readers()
+            except OSError as error:
+                raise ConfigError(f"admit_readers=True cannot be had: {error}") from error
+        self._exports = ExportTable()
         self._clients: dict[ShmPeer, Client] = {}  # loop thread only
         self._loop = HandoverLoop("kvxfer-shm-handover")
         self._pool = CopyPool(
@@ -103,7 +107,7 @@ class ShmTransport(Transport):
         )
         try:
             self._server = Server(
-                self._loop, self.config, incarnation=self.incarnation, find=self._find
+                self._loop, self.config, incarnation=self.incarnation, find=self._exports.find
             )
         except BaseException:
             self._loop.discard()
@@ -129,14 +133,11 @@ class ShmTransport(Transport):
                     namespaces=self._process.namespaces,
                     pid=self._process.pid,
                     start_time=self._process.start_time,
-                    uid=os.geteuid(),
                     socket=self._server.socket,
                     token=self._server.token,
                 )
             ),
         )
-        if self.config.admit_readers:
-            _admit_readers()
         self._loop.start()
         self._loop.call(self._server.start)
 
@@ -177,34 +178,21 @@ class ShmTransport(Transport):
 
     def _register(self, span: Span) -> Region:
         check_dram(span, self.name)
-        segment = find_segment(span.address, span.nbytes)
-        place = span.address if segment is None else span.address - segment.address
-        with self._lock:
-            region_id = self._next_region
-            self._next_region += 1
-            self._exports[region_id] = Export(
-                region_id=region_id, nbytes=span.nbytes, segment=segment, place=place
-            )
+        export = self._exports.add(span)
         return Region(
             span=span,
             descriptor=Descriptor(
                 transport=self.name,
                 incarnation=self.incarnation,
-                region_id=region_id,
+                region_id=export.region_id,
                 nbytes=span.nbytes,
             ),
         )
 
     def _deregister(self, region: Region) -> None:
         region_id = region.descriptor.region_id
-        with self._lock:
-            known = self._exports.pop(region_id, None)
-        if known is not None:
+        if self._exports.remove(region_id):
             self._loop.call(lambda: self._server.announce_gone(region_id))
-
-    def _find(self, region_id: int) -> Export | None:
-        with self._lock:
-            return self._exports.get(region_id)
 
     # ---- peers and paths -------------------------------------------------------------------
 
@@ -246,7 +234,7 @@ class ShmTransport(Transport):
 
         def granted(error: KvxferError | None) -> None:
             if error is None:
-                error = self._check_pairs(shm, pairs)
+                error = why_not(shm, pairs)
             if error is not None:
                 resolve(error)
                 return
@@ -285,38 +273,15 @@ class ShmTransport(Transport):
         self._loop.call(begin)
         return answer
 
-    @staticmethod
-    def _check_pairs(
-        peer: ShmPeer, pairs: Sequence[tuple[Region, Descriptor]]
-    ) -> KvxferError | None:
-        for _, descriptor in pairs:
-            region = peer.regions.get(descriptor.region_id)
-            if region is None:  # withdrawn between the grant and now
-                return messages.REGION_GONE.error(StaleError, f"region {descriptor.region_id}")
-            if region.nbytes != descriptor.nbytes:
-                return InvalidInputError(
-                    f"the descriptor of region {descriptor.region_id} says {descriptor.nbytes} "
-                    f"bytes, the peer registered {region.nbytes}",
-                    next_step="fetch the peer's current descriptors",
-                )
-            if region.mapping is None and not peer.readable_in_place:
-                return messages.OTHER_NAMESPACE.error(
-                    HandshakeError,
-                    f"region {descriptor.region_id} is not in a memory file, and process "
-                    f"{peer.address.pid} of namespaces {peer.address.namespaces or 'unknown'} "
-                    "cannot be read from here",
-                )
-        return None
-
     # ---- copies ----------------------------------------------------------------------------
 
     def _post(self, attempt: Attempt) -> None:
         path, peer = _shm_path(attempt.path), _shm_peer(attempt.path.peer)
         if peer.cut is not None:
             raise cut_error(peer.cut, peer)
-        pairs = np.unique(attempt.batch.pair).tolist()
+        pairs = np.flatnonzero(np.bincount(attempt.batch.pair)).tolist()
         for p in pairs:
-            _check_pair(attempt.op, path.pairs[p][0], path.remote[p])
+            check_pair(attempt.op, path.pairs[p][0], path.remote[p])
         job = CopyJob(
             attempt,
             path,
@@ -380,7 +345,7 @@ class ShmTransport(Transport):
 
     def _disconnect(self, peer: Peer) -> Pollable[Fence]:
         shm = _shm_peer(peer)
-        answer = _Fencing(self._wake)
+        answer = Fencing(self._wake)
 
         def let_go(client: Client | None) -> None:
             if client is not None:
@@ -396,7 +361,7 @@ class ShmTransport(Transport):
 
     def _fence(self, peer: Peer) -> Pollable[Fence]:
         shm = _shm_peer(peer)
-        answer = _Fencing(self._wake)
+        answer = Fencing(self._wake)
 
         def begin() -> None:
             for job in tuple(shm.jobs):
@@ -408,7 +373,7 @@ class ShmTransport(Transport):
         self._loop.call(begin)
         return answer.pollable
 
-    def _begin_fence(self, peer: ShmPeer, answer: _Fencing) -> None:
+    def _begin_fence(self, peer: ShmPeer, answer: Fencing) -> None:
         self._server.revoke(peer.info.incarnation, answer.peer_answered)
         self._loop.later(self.config.fence_timeout, lambda: answer.too_late(len(peer.jobs)))
 
@@ -433,73 +398,17 @@ class ShmTransport(Transport):
         self._loop.call(farewell)
         # The thread only ever runs short callbacks; it is late when something holds the GIL.
         self._loop.stop(max(0.1, end - time.monotonic()))
-        with self._lock:
-            self._exports.clear()
+        self._exports.clear()
 
     def _wake(self) -> None:
         if self._waker is not None:
             self._waker()
 
 
-class _Fencing:
-    """A fence under way: two proofs, one answer. Loop thread, but for ``pollable``."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.pollable: Deferred[Fence] = Deferred()
-        self._wake = wake
-        self._copies_ended = False
-        self._peer_reason: str | None = None
-
-    def own_copies_ended(self) -> None:
-        self._copies_ended = True
-        self._conclude()
-
-    def peer_answered(self, reason: str) -> None:
-        """Empty: the peer can write nothing of ours any more."""
-        self._peer_reason = reason
-        self._conclude()
-
-    def too_late(self, jobs: int) -> None:
-        if not self._copies_ended:
-            reason = f"copies of {jobs} attempts are still running"
-            self.pollable.resolve(Fence(done=False, reason=reason))
-            self._wake()
-
-    def _conclude(self) -> None:
-        if self._copies_ended and self._peer_reason is not None:
-            done = not self._peer_reason
-            self.pollable.resolve(Fence(done=done, reason=self._peer_reason))
-            self._wake()
-
-
 def _let_go_late(peer: ShmPeer, client: Client) -> None:
     """A copy that was stuck when we closed has returned after all."""
     peer.unmap()
     client.close()
-
-
-def _check_pair(op: Op, local: Region, remote: RemoteRegion) -> None:
-    if remote.gone:
-        raise messages.REGION_GONE.error(StaleError, f"region {remote.region_id}")
-    if op is Op.READ:
-        if not is_writable(local.span):
-            raise InvalidInputError(
-                f"a read would change the local region at {local.span.address:#x} "
-                f"({local.nbytes} bytes), whose owner is read-only",
-                next_step="register writable memory",
-            )
-        return
-    if remote.mapping is None:
-        raise InvalidInputError(
-            f"shm cannot write to region {remote.region_id}: it is not in a memory file of its "
-            "owner",
-            next_step="its owner must make it with allocate() or move it with share_storage()",
-        )
-    if not remote.mapping.writable:
-        raise InvalidInputError(
-            f"shm cannot write to region {remote.region_id}: its owner lets peers only read it",
-            next_step="its owner must allocate it with peers=PeerAccess.READ_WRITE",
-        )
 
 
 def _shm_peer(peer: Peer) -> ShmPeer:
@@ -512,11 +421,3 @@ def _shm_path(path: Path) -> ShmPath:
     if not isinstance(path, ShmPath):
         raise InvalidInputError(f"{path!r} is no shm path")
     return path
-
-
-def _admit_readers() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:  # EINVAL: no Yama in this kernel, so nothing is forbidden
-            raise ConfigError(f"admit_readers: prctl(PR_SET_PTRACER): {os.strerror(code)}")

@@ -193,6 +193,7 @@ class Child:
             "pid": os.getpid(),
             "namespaces": self.transport._process.namespaces,
             "mapped": mapped,
+            "holders": len(self.transport._server._holders),
             "counters": self.transport.counters,
         }
 

@@ -320,6 +320,25 @@ def test_disconnect_lets_go_of_the_peers_memory(near, make_child):
     assert answer(near.transport.disconnect(peer)).done
 
 
+def test_disconnect_while_memory_is_under_way(near, make_child):
+    """What a peer hands over after we have left is not taken, and does not hide that we left: the
+    peer has our word that nothing of its memory is mapped here."""
+    child = make_child()
+    info = info_from_json(child.open())
+    far = child.register(nbytes=MIB)
+    _, region = near.register(MIB)
+    peer = near.connect(info)
+    child.stop()
+    preparing = near.transport.prepare(peer, [(region, descriptor_from_json(far))])
+    assert preparing.poll() == (None, None)
+    leaving = near.transport.disconnect(peer)
+    assert isinstance(error_of(preparing), StaleError)
+    assert answer(leaving).done
+    child.resume()
+    until(lambda: child.facts()["holders"] == 0, "the peer knows that we left")
+    assert not peer.mappings
+
+
 def test_cancel_stops_between_chunks(make_near, make_child, gate):
     """A cancelled attempt does not start its remaining chunks; it fails, drained."""
     near = make_near(workers=1)

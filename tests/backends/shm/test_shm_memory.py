@@ -26,13 +26,23 @@ from kvxfer.backends.shm import (
     messages,
     share_storage,
 )
+from kvxfer.backends.shm.exports import Export
 from kvxfer.backends.shm.memfd import SEALS, Mapping, Segment, find_segment, map_peer_file
-from kvxfer.backends.shm.server import Export
+from kvxfer.backends.shm.peer import ShmPeer
+from kvxfer.backends.shm.protocol import Denied, Granted, GrantedRegion, SegmentInfo
+from kvxfer.backends.shm.regions import RegionTable
 from kvxfer.core.attempt import AttemptState
 from kvxfer.core.batch import Batch
 from kvxfer.core.memory import span_of, storage_span
+from kvxfer.core.transport import PeerInfo
 from kvxfer.core.verdict import Op
-from kvxfer.errors import HandshakeError, InvalidInputError, PeerLostError, TransportError
+from kvxfer.errors import (
+    HandshakeError,
+    InvalidInputError,
+    PeerLostError,
+    TransportError,
+    WireError,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -351,7 +361,9 @@ def test_hostile_owner(near, size, seals, what):
         region = hostile.register(span_of(segment.array()))
         fake = _FakeSegment(fd=fd, nbytes=4 * PAGE)
         number = region.descriptor.region_id
-        hostile._exports[number] = Export(region_id=number, nbytes=4 * PAGE, segment=fake, place=0)
+        hostile._exports._exports[number] = Export(
+            region_id=number, nbytes=4 * PAGE, segment=fake, place=0
+        )
         _, mine = near.register(4 * PAGE)
         peer = near.connect(hostile.local_info())
         descriptor = attrs.evolve(region.descriptor, nbytes=4 * PAGE)
@@ -382,7 +394,7 @@ def test_region_outside_its_file_is_refused(near):
         segment = Segment(PAGE)
         region = hostile.register(span_of(segment.array()))
         number = region.descriptor.region_id
-        hostile._exports[number] = Export(
+        hostile._exports._exports[number] = Export(
             region_id=number, nbytes=PAGE, segment=segment, place=PAGE // 2
         )
         _, mine = near.register(PAGE)
@@ -410,6 +422,74 @@ def test_owner_that_sends_no_file(near, monkeypatch):
         assert isinstance(error, HandshakeError)
     finally:
         hostile.close()
+
+
+@pytest.fixture
+def table():
+    """The regions of a peer that does not exist, and the requests made to it."""
+    peer = ShmPeer(None, PeerInfo(transport="shm", incarnation="x"), None)
+    unmapped = []
+    table = RegionTable(peer, unmap=unmapped.append)
+    table.peer, table.unmapped = peer, unmapped
+    return table
+
+
+def asked(table, *regions):
+    """``(request number, answers)`` of one request for these regions."""
+    answers = []
+    _, requests = table.ask(set(regions), answers.append)
+    (want,) = requests
+    return want.request, answers
+
+
+@pytest.mark.parametrize(
+    ("segments", "regions", "words"),
+    [
+        ([(1, PAGE, True, False)], [(7, 64, 1, 0)], "never handed over"),
+        ([(1, PAGE, True, True), (1, PAGE, True, True)], [], "came twice"),
+        ([(1, PAGE, True, True), (2, PAGE, True, True)], [], "without its file"),
+        ([], [(7, 64, None, 2**63 - 10)], "address space"),
+    ],
+)
+def test_grants_that_make_no_sense(table, segments, regions, words):
+    """Whatever a peer grants: it is refused as a breach of the protocol, and nothing crashes."""
+    number, answers = asked(table, 7)
+    fds = [memfd_of(PAGE)] if segments and segments[0][3] else []
+    message = Granted(
+        request=number,
+        segments=[SegmentInfo(*s) for s in segments],
+        regions=[GrantedRegion(*r) for r in regions],
+    )
+    with pytest.raises(WireError, match=words):
+        table.granted(message, fds)
+    assert not answers
+    table.fail(messages.BROKEN_PROTOCOL.error(HandshakeError))
+    assert len(answers) == 1
+
+
+def test_answers_nobody_asked_for(table):
+    """A grant or denial of a request that was not made, or was answered, is refused."""
+    with pytest.raises(WireError, match="did not make"):
+        table.granted(Granted(request=5, segments=[], regions=[]), [])
+    number, answers = asked(table, 7)
+    table.denied(Denied(request=number, region=7))
+    assert answers[0].message.startswith(messages.REGION_GONE.text)
+    with pytest.raises(WireError, match="did not make"):
+        table.denied(Denied(request=number, region=7))
+
+
+def test_requests_are_cut(table):
+    """Any number of regions is asked for in bounded messages, answered once all are there."""
+    answers = []
+    _, requests = table.ask(set(range(150)), answers.append)
+    requests = list(requests)
+    assert [len(r.regions) for r in requests] == [64, 64, 22]
+    for request in requests:
+        assert not answers
+        regions = [GrantedRegion(r, 64, None, 4096) for r in request.regions]
+        table.granted(Granted(request=request.request, segments=[], regions=regions), [])
+    assert answers == [None]
+    assert table.missing(range(151)) == {150}
 
 
 def test_mapping_that_fails_is_an_error_value(near, make_child, monkeypatch):
