@@ -86,7 +86,7 @@ def _plugins(arguments: argparse.Namespace) -> int:
     for group in PluginGroup:
         sys.stdout.write(f"{group.value}\n")
         for info in list_plugins(group, load=arguments.load):
-            broken += info.error is not None
+            broken += bool(info.error)
             problem = f"  PROBLEM: {info.error}" if info.error else ""
             sys.stdout.write(f"  {info.name:<12} {info.distribution} {info.target}{problem}\n")
     return 1 if broken else 0

@@ -29,7 +29,7 @@ class Batch:
         InvalidInputError: lengths differ, a size is not positive, or an offset is negative.
     """
 
-    __slots__ = ("_lists", "local", "nbytes", "pair", "remote", "size")
+    __slots__ = ("_lists", "_used", "local", "nbytes", "pair", "remote", "size")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Batch:
                     raise InvalidInputError(f"{name}[{i}] is {int(vector[i])}, below {low}")
         self.nbytes = _exact_sum(self.size)
         self._lists: tuple[list[int], list[int], list[int], list[int]] | None = None
+        self._used: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.pair)
@@ -78,6 +79,14 @@ class Batch:
             )
         return self._lists
 
+    @property
+    def used_pairs(self) -> list[int]:
+        """The pair indices that occur, rising. Cached."""
+        if self._used is None:
+            # Quicker than np.unique, which also loads numpy.ma on first use.
+            self._used = np.flatnonzero(np.bincount(self.pair)).tolist() if len(self) else []
+        return self._used
+
     def slice(self, start: int, stop: int) -> Batch:
         """Pieces ``start`` to ``stop``, without copying or checking again."""
         part = Batch.__new__(Batch)
@@ -87,6 +96,7 @@ class Batch:
         part.size = self.size[start:stop]
         part.nbytes = _exact_sum(part.size)
         part._lists = None
+        part._used = None
         return part
 
     def cut(self, *, max_pieces: int, max_nbytes: int) -> Sequence[Batch]:

@@ -16,7 +16,7 @@ import collections
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
+from typing import TYPE_CHECKING, ClassVar, TypeVar, final
 
 import attrs
 import numpy as np
@@ -31,7 +31,7 @@ from kvxfer.errors import ClosedError, InvalidInputError, KvxferError, RegionBus
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvxfer.core.batch import Batch, Int64Array
+    from kvxfer.core.batch import Batch
 
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
 
@@ -95,6 +95,7 @@ class Path:
         self.pairs = tuple(pairs)
         self.closed = False
         self.undrained: set[Attempt] = set()
+        self.kinds = [(r.span.kind, d.kind) for r, d in self.pairs]
         self.local_nbytes = np.array([r.nbytes for r, _ in self.pairs], dtype=np.int64)
         self.remote_nbytes = np.array([d.nbytes for _, d in self.pairs], dtype=np.int64)
         peer.paths.add(self)
@@ -168,11 +169,6 @@ class _UntilClosed(Pollable[T]):
                 if closed and self._answer == (None, None):
                     self._answer = self._otherwise()
             return self._answer
-
-
-def _used(batch: Batch) -> Int64Array:
-    """The pair indices that occur. Quicker than ``np.unique``, which also loads numpy.ma."""
-    return np.flatnonzero(np.bincount(batch.pair))
 
 
 class Transport(ABC):
@@ -311,7 +307,7 @@ class Transport(ABC):
 
     @staticmethod
     def _uses(attempt: Attempt, region: Region) -> bool:
-        return any(attempt.path.pairs[p][0] is region for p in _used(attempt.batch))
+        return any(attempt.path.pairs[p][0] is region for p in attempt.batch.used_pairs)
 
     @final
     def connect(self, info: PeerInfo) -> Pollable[Peer]:
@@ -384,7 +380,7 @@ class Transport(ABC):
         self._paths.add(path)
         path.undrained.add(attempt)
         try:
-            for p in _used(batch):
+            for p in batch.used_pairs:
                 self._require_registered(path.pairs[p][0])
             self._post(attempt)
         except BaseException:
@@ -491,9 +487,7 @@ class Transport(ABC):
                 f"takes ({caps.max_pieces} pieces, {caps.max_nbytes} bytes)",
                 next_step="cut the batch",
             )
-        kinds: set[Any] = {
-            (path.pairs[p][0].span.kind, path.pairs[p][1].kind) for p in _used(batch)
-        }
+        kinds = {path.kinds[p] for p in batch.used_pairs}
         for local, remote in kinds:
             if not caps.supports(op, local, remote):
                 raise InvalidInputError(

@@ -337,3 +337,16 @@ def test_state_unit_axis() -> None:
             {"conv": np.zeros((5, 3, 24), np.float16)[:, :, ::2]},
             sharding={"conv": Sharding.REPLICATED},
         )
+
+
+def test_state_rows_in_several_axes() -> None:
+    """Axes before the unit axis count as one run of rows if they are one, else are refused."""
+    parts = {"conv": np.zeros((5, 2, 3, 24), np.float16)}
+    keywords = {"sharding": {"conv": Sharding.SHARDED}, "unit_axis": {"conv": 3}}
+    (conv,) = StateLayout.from_tensors(parts, **keywords).parts
+    assert (conv.rows, conv.row_stride) == (6, 48)
+    gaps = {"conv": np.zeros((5, 2, 4, 24), np.float16)[:, :, :3]}
+    with pytest.raises(GeometryError, match="several row axes"):
+        StateLayout.from_tensors(gaps, **keywords)
+    with pytest.raises(GeometryError, match="holds no slots"):
+        StateLayout.from_tensors({"conv": np.zeros(5, np.float16)}, sharding=keywords["sharding"])

@@ -678,6 +678,38 @@ def test_layers_share_one_plan_and_differ_by_offset() -> None:
     assert pickle.loads(pickle.dumps(layers)).regions == layers.regions
 
 
+def test_what_layers_must_share_to_share_a_plan() -> None:
+    """Layers share a plan only if both geometries, the heads and both groups are equal."""
+
+    def of(**change) -> LayerPair:
+        values = {"name": "l", "pair": 0, "local": KV.at_offset(0), "remote": KV.at_offset(0)}
+        return LayerPair(**{**values, **change})
+
+    other = KVLayout(**{**_fields(KV), "num_blocks": 9, "offset": 0})
+    layers = [
+        of(),
+        of(remote=other.at_offset(4096)),
+        of(local=other.at_offset(8192), remote=KV.at_offset(8192)),
+        of(heads=HeadSlice(0, 0, 1), remote=KV.at_offset(12288)),
+        of(heads=HeadSlice(0, 1, 1), remote=KV.at_offset(16384)),
+        of(group=1, remote_group=0, remote=KV.at_offset(20480)),
+        of(group=0, remote_group=1, remote=KV.at_offset(24576)),
+    ]
+    lists = [Blocks.at(0, [3]), Blocks.at(0, [1])], [Blocks.at(0, [4]), Blocks.at(0, [2])]
+    plan = plan_layers(Layers(layers), *lists, destination=Side.REMOTE)
+    assert len(plan.groups) == len(layers)
+    for pair, group in zip(layers, plan.groups, strict=True):
+        alone = plan_blocks(
+            pair.local,
+            lists[0][pair.group],
+            pair.remote,
+            lists[1][pair.remote_group],
+            heads=pair.heads,
+        )
+        ((_, shared),) = group.plans()
+        assert shared == alone
+
+
 def test_layers_are_matched_by_name_or_number_never_by_order() -> None:
     """Names decide; a number is its digits; missing and repeated names are errors."""
     a = LayerRef(name=7, group=0, region=0, layout=flat())

@@ -99,6 +99,7 @@ class MoriioTransport(Transport):
             ops=frozenset((op, a, b) for op in Op for a in MemoryKind for b in MemoryKind),
             # A READ is visible; a WRITE is acknowledged by the peer's NIC, and this is one value.
             visibility=Visibility.ACKED,
+            read_visibility=Visibility.VISIBLE,
             fence=FenceScope.ENGINE,
             max_pieces=self.config.max_send_wr,
             max_nbytes=self.config.max_post_nbytes,
