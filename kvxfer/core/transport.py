@@ -405,7 +405,7 @@ class Transport(ABC):
     @final
     def fence(self, peer: Peer) -> Pollable[Fence]:
         """Ask for the proof that nothing of this peer's incarnation lands any more."""
-        return self._fenced(peer, self._fence)
+        return self._until_fenced(peer, self._fence)
 
     @final
     def disconnect(self, peer: Peer) -> Pollable[Fence]:
@@ -419,7 +419,7 @@ class Transport(ABC):
             for path in {*peer.paths, *self._paths_of(peer)}:
                 self._fail_pending(path, "the connection was closed")
                 path.close()
-        return self._fenced(peer, self._disconnect)
+        return self._until_fenced(peer, self._disconnect)
 
     def close(self, deadline: float = 5.0) -> list[Attempt]:
         """Close everything within ``deadline`` seconds; returns what was not drained by then."""
@@ -455,7 +455,7 @@ class Transport(ABC):
     def _closed_answer(self) -> tuple[None, KvxferError]:
         return None, ClosedError(f"the {self.name} transport was closed")
 
-    def _fenced(self, peer: Peer, ask: Callable[[Peer], Pollable[Fence]]) -> Pollable[Fence]:
+    def _until_fenced(self, peer: Peer, ask: Callable[[Peer], Pollable[Fence]]) -> Pollable[Fence]:
         def after_close() -> tuple[Fence, None]:
             return self._fence_after_close(peer), None
 

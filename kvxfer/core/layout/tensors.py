@@ -136,7 +136,7 @@ def tensor_facts(tensor: Any, region_address: int | None) -> TensorFacts:
         dtype = str(tensor.dtype.name)
         address = int(tensor.__array_interface__["data"][0])
         base = tensor
-        while hasattr(base.base, "__array_interface__"):
+        while hasattr(base.base, "strides"):
             base = base.base
         offset = address - int(base.__array_interface__["data"][0])
     else:
