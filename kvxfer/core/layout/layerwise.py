@@ -116,11 +116,11 @@ class Request:
         rule: Rule,
     ) -> None:
         for side, lists in (("local_blocks", local_blocks), ("remote_blocks", remote_blocks)):
-            if isinstance(lists, Blocks) or not all(isinstance(entry, Blocks) for entry in lists):
-                raise InvalidInputError(
-                    f"{side} must hold one Blocks per group, not {type(lists).__name__}",
-                    next_step="wrap the ids: [Blocks.at(start, ids) for each group]",
-                )
+            if isinstance(lists, Blocks):
+                raise _not_lists(side, lists)
+            for entry in lists:
+                if not isinstance(entry, Blocks):
+                    raise _not_lists(side, entry)
         self._local = local_blocks
         self._remote = remote_blocks
         self._rule = rule
@@ -186,6 +186,13 @@ class Request:
             found = runs_of(recipe, local, remote, (ours, theirs), self._rule)
             self._pairings[key] = found
         return emit_runs(recipe, local, remote, found)
+
+
+def _not_lists(side: str, found: object) -> InvalidInputError:
+    return InvalidInputError(
+        f"{side} must hold one Blocks per group; found {type(found).__name__}",
+        next_step="wrap the ids: [Blocks.at(start, ids) for each group]",
+    )
 
 
 def _list_of(lists: Sequence[Blocks], group: int, side: Side) -> Blocks:

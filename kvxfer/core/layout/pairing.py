@@ -26,6 +26,9 @@ def pair_whole(
     """
     n_local, n_remote = len(local.ids), len(remote.ids)
     first, second = starts_of(local, remote, rule, equal_size=True)
+    no_holes = local.holes is None and remote.holes is None
+    if no_holes and n_local == n_remote and first == second and first is not None:
+        return local.ids, remote.ids, NOTHING_UNCOVERED
     if first is None or second is None:
         return _pair_gapped(local, remote, rule, tokens)
     begin = max(first, second)
@@ -35,7 +38,7 @@ def pair_whole(
     local_ids, remote_ids = local.ids[lo:hi], remote.ids[ro:rh]
     to_local = rule.destination is Side.LOCAL
     dest, lead, done = (local, lo, hi) if to_local else (remote, ro, rh)
-    if local.holes is None and remote.holes is None:
+    if no_holes:
         if lead == 0 and done == len(dest):
             return local_ids, remote_ids, NOTHING_UNCOVERED
         if begin == end:  # nothing pairs: all of it is tail

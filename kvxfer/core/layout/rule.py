@@ -42,6 +42,9 @@ class Rule:
     gaps: bool = False
 
 
+_DEFAULT = Rule()
+
+
 def make_rule(
     *,
     align: Align | str | None,
@@ -56,6 +59,13 @@ def make_rule(
         InvalidInputError: an unknown ``align``, or an allowance that is negative or given for the
             side that is not written.
     """
+    if (
+        align is None
+        and destination is Side.LOCAL
+        and uncovered_local == uncovered_remote == 0
+        and not allow_gaps
+    ):
+        return _DEFAULT
     tail, other = uncovered_local, uncovered_remote
     if destination is Side.REMOTE:
         tail, other = other, tail
