@@ -288,3 +288,27 @@ def test_many_hellos_make_no_more_links_than_connections(rig: Rig) -> None:
         p.agent._channel.inbox.append(Inbound(("tcp://10.9.9.9:1", 0, "x"), frame))  # type: ignore[attr-defined]
     rig.pass_time(1)
     assert len(p.agent._engine.links) <= 1
+
+
+@pytest.mark.parametrize("kind", [FaultKind.REFUSE, FaultKind.REFUSE_VALUE])
+def test_after_a_failed_post_the_rest_is_not_posted(rig: Rig, kind: FaultKind) -> None:
+    """Report O46: the second of three posts fails: the third is never posted, all are terminal."""
+    from kvxfer.backends.loopback import LoopbackConfig, LoopbackTransport
+    from kvxfer.testing.faults import FaultPlan
+    from kvxfer.testing.faulty import FaultyTransport
+
+    p = rig.node("p")
+    transport = FaultyTransport(
+        LoopbackTransport(LoopbackConfig(max_pieces=1)),
+        FaultPlan(posts=[None, Fault(kind=kind, error=OUT_OF_RANGE)]),
+        clock=rig.clock,
+    )
+    c = rig.node("c", transport=transport)
+    handle = c.agent.pull(p.agent.hold("t", at(0, 5, 7)), at(0, 1, 3))
+    rig.run(lambda: handle.done)
+    assert handle.drained
+    assert handle.error is not None
+    assert handle.error.kind is ErrorKind.INVALID
+    assert transport.counters["post"] == 2
+    rig.pass_time(1)
+    assert not any(c.tables.values())

@@ -769,6 +769,14 @@ def test_layers_check_ids_of_both_sides_in_every_group() -> None:
             plan_layers(layers, *lists, destination=Side.REMOTE)
 
 
+def test_too_many_layers_are_refused() -> None:
+    """A peer cannot make us compare layers without end: their number is bounded."""
+    rows = [LayerRef(name=i, group=0, region=0, layout=flat(offset=i)) for i in range(2049)]
+    assert len(match_layers(rows[:-1], rows[:-1])) == 2048
+    with pytest.raises(InvalidInputError, match="2049 layers, over 2048"):
+        match_layers(rows, rows)
+
+
 def test_groups_need_their_lists() -> None:
     """A layer's group without a list, and ids where Blocks belong, are errors."""
     layers = two_regions()

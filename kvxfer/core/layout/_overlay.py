@@ -23,32 +23,45 @@ __all__ = ["overlaid", "refuse_overlap"]
 
 
 def overlaid(places: Sequence[tuple[int, int, int, KVLayout]]) -> tuple[int, ...]:
-    """Owners of layers that may share bytes; a place is (region, offset, owner, layout)."""
+    """Owners of layers that may share bytes; a place is (region, offset, owner, layout).
+
+    Errs on the side of naming an owner too many: that costs a comparison, not an error.
+    """
     found: set[int] = set()
-    ordered = sorted(places, key=lambda place: place[:3])
-    for i, (region, offset, owner, layout) in enumerate(ordered):
-        end = offset + layout.span_nbytes
-        for j in range(i + 1, len(ordered)):
-            other_region, other_offset, other_owner, other = ordered[j]
-            if other_region != region or other_offset >= end:
-                break
-            if owner in found and other_owner in found:
-                continue
-            if not _apart(layout, offset, other, other_offset):
-                found |= {owner, other_owner}
-    return tuple(sorted(found))
+    cluster: list[tuple[int, int, int, KVLayout]] = []
+    region, end = -1, 0
+    for place in sorted(places, key=lambda place: place[:3]):
+        if cluster and (place[0] != region or place[1] >= end):
+            found |= _may_share(cluster)
+            cluster = []
+        stop = place[1] + place[3].span_nbytes
+        end = max(end, stop) if cluster else stop
+        region = place[0]
+        cluster.append(place)
+    return tuple(sorted(found | _may_share(cluster)))
 
 
-def _apart(a: KVLayout, a_offset: int, b: KVLayout, b_offset: int) -> bool:
-    """Whether two interleaved layers stay apart in every row of one length."""
-    row = a.block_stride
-    if not row or row != b.block_stride:
-        return False
-    width_a, width_b = _width(a, row), _width(b, row)
-    if width_a is None or width_b is None:
-        return False
-    distance = (b_offset - a_offset) % row
-    return width_a <= distance and distance + width_b <= row
+def _may_share(cluster: Sequence[tuple[int, int, int, KVLayout]]) -> set[int]:
+    """Of layers whose extents touch one another: all, unless rows of one length part them."""
+    if len(cluster) < 2:
+        return set()
+    row = cluster[0][3].block_stride
+    parts: list[tuple[int, int, int]] = []
+    for _, offset, owner, layout in cluster:
+        width = _width(layout, row) if row and layout.block_stride == row else None
+        begin = offset % row if row else 0
+        if width is None or begin + width > row:
+            return {place[2] for place in cluster}
+        parts.append((begin, begin + width, owner))
+    parts.sort()
+    found: set[int] = set()
+    reach, last = parts[0][1], parts[0][2]
+    for begin, end, owner in parts[1:]:
+        if begin < reach:
+            found |= {last, owner}
+        if end > reach:
+            reach, last = end, owner
+    return found
 
 
 def _width(layout: KVLayout, row: int) -> int | None:

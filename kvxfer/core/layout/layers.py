@@ -34,6 +34,10 @@ __all__ = [
 Layout = Union[KVLayout, StateLayout]  # noqa: UP007 - evaluated at run time on 3.10
 
 
+MAX_LAYERS = 2**11
+"""Most layers of one rank. They may come from a peer, and are compared with each other."""
+
+
 def _layer_name(value: object) -> object:
     return str(value) if type(value) is int and value >= 0 else value
 
@@ -170,6 +174,8 @@ class Layers(tuple[LayerPair, ...]):
             top = max((layer.pair for layer in self), default=-1)
             regions = [(pair, pair) for pair in range(top + 1)]
         self.regions = tuple(regions)
+        if len(self) > MAX_LAYERS:
+            raise InvalidInputError(f"{len(self)} layers, over {MAX_LAYERS}")
         for layer in self:
             if layer.pair >= len(self.regions):
                 raise InvalidInputError(
