@@ -120,7 +120,8 @@ def _torchless_skips(notes: Sequence[str]) -> Sequence[str]:
 
 
 def _portable(run: LaneRun, ready: Sequence[Ready]) -> None:
-    run.pytest(ready[0].python, "tests")
+    # Two at a time, whole files each: it is the one lane that runs alone, on two cores or more.
+    run.pytest(ready[0].python, "tests", "-n", "2", "--dist", "loadfile")
 
 
 def _smoke(run: LaneRun, ready: Sequence[Ready]) -> None:

@@ -183,6 +183,9 @@ def all_scenarios() -> Mapping[str, Scenario]:
 def run_scenario(name: str) -> Sample:
     """Provoke the error in a new process and return what was seen.
 
+    The settings of mori in our own environment (``MORI_*``) do not count: a log level, for one,
+    would take away the last words of a process that mori ends.
+
     Raises:
         KeyError: There is no such scenario.
         KvxferError: The process ended although it should not have, or did not end in time.
@@ -195,7 +198,7 @@ def run_scenario(name: str) -> Sample:
                 finished = subprocess.run(
                     [sys.executable, "-m", __spec__.name, name, str(writer)],
                     env={
-                        **os.environ,
+                        **{k: v for k, v in os.environ.items() if not k.startswith("MORI_")},
                         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
                         **chosen.environment,
                     },
