@@ -26,7 +26,7 @@ class Lane:
     venvs: tuple[Venv, ...]
     body: Body
     before: tuple[Callable[[LaneRun], None], ...] = ()
-    limit: float = 900.0
+    limit: float = 1500.0
     expected_skips: Callable[[Sequence[str]], Sequence[str]] = lambda notes: ()
     """From the notes of the set-up to patterns of reasons for which a test may be skipped."""
 
