@@ -309,6 +309,15 @@ class Consumer:
 
     # ---- from transfers ----------------------------------------------------------------------
 
+    def granted(self, ref: wire.Ref, until: float, now: float) -> None:
+        """Remember a grant for the pull that will follow; those that ended make room."""
+        self.grants[ref] = until
+        if len(self.grants) > self._ctx.config.limits.early:
+            self.grants = {known: end for known, end in self.grants.items() if end > now}
+            while len(self.grants) > self._ctx.config.limits.early:
+                self.grants.pop(next(iter(self.grants)))  # that pull asks again
+                self._ctx.counters.count("grants.evicted")
+
     def granted_ahead(self, ref: wire.Ref) -> float:
         """Until when ``renew`` has obtained a grant; minus infinity if it has not."""
         return self.grants.pop(ref, -math.inf)

@@ -61,7 +61,7 @@ class Renewal:
         return seq in self._sent and ref == self._ref and sender == ref.keeper
 
     def on_grant(self, seq: int, remaining: float, now: float) -> None:
-        self._consumer.grants[self._ref] = self._sent.get(seq, now) + remaining
+        self._consumer.granted(self._ref, self._sent.get(seq, now) + remaining, now)
         self._ctx.counters.count("renewals.granted")
         self._end()
 
