@@ -4,7 +4,7 @@
 LANES = @python=$$(scripts/find-python.sh) && exec "$$python" scripts/lanes.py
 JOBS ?= 2
 
-.PHONY: help demo test test-all lint docs clean
+.PHONY: help demo test test-all test-mori soak lint docs clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -19,6 +19,12 @@ test: ## the portable test suite, about as fast as tests get
 
 test-all: ## every lane: engines, Pythons, distributions, demo, documentation
 	$(LANES) run --all --jobs $(JOBS)
+
+test-mori: ## the real MoRI-IO engine over software RDMA
+	$(LANES) run mori
+
+soak: ## 200 rounds of killed and stopped processes; ROUNDS=n for another number
+	@SOAK_ROUNDS=$(or $(ROUNDS),200); export SOAK_ROUNDS; $(LANES:@%=%) run soak
 
 lint: ## ruff check, ruff format, mypy --strict
 	$(LANES) run lint

@@ -183,6 +183,12 @@ def _engine(suite: str, **env: str) -> Body:
     return body
 
 
+def _soak(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Twenty rounds, or as many as SOAK_ROUNDS says; what each did is in the log."""
+    rounds = os.environ.get("SOAK_ROUNDS", "20")
+    run.pytest(ready[0].python, "tests/soak", "-s", "--soak-rounds", rounds)
+
+
 # ---- the distributions, the documentation, the demo ----------------------------------------
 
 
@@ -346,6 +352,13 @@ LANES = {
             expected_skips=_engine_skips,
         ),
         Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),
+        Lane(
+            "soak",
+            "processes killed and stopped at random moments",
+            (PORTABLE,),
+            _soak,
+            limit=7200.0,
+        ),
         Lane(
             "py312",
             "smoke on CPython 3.12 without torch",

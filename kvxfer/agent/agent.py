@@ -33,6 +33,7 @@ from kvxfer.agent.push import PushSpec, Readiness
 from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Failed, Role
 from kvxfer.core.layout import Align, Blocks, KVLayout, LayoutKind
+from kvxfer.core.memory import span_of, storage_span
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.topology import Ranks
 from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
@@ -209,8 +210,9 @@ class Agent:
 
         Args:
             caches: buffers by layer name, or ``LayerCache`` values that carry their layouts.
-            layout: with a mapping: the layout of every layer, or one per layer name. Left out, it
-                is taken from each tensor (``KVLayout.from_tensor``).
+            layout: with a mapping: one layout of offset 0 for every layer, which begins where its
+                buffer begins; or one per layer name, with offsets counted from the storage behind
+                the buffer. Left out, it is taken from each tensor (``KVLayout.from_tensor``).
             groups: KV-cache group by layer name; 0 for those not named.
 
         Raises:
@@ -969,12 +971,13 @@ class Agent:
 
     def _layer_names(self, layers: Iterable[str]) -> frozenset[str]:
         names = frozenset([layers] if isinstance(layers, str) else layers)
-        unknown = names - {layer.name for layer in self._caches.layers}
+        known = {layer.name for layer in self._caches.layers}
+        unknown = names - known - self._caches.aliases
         if unknown or not names:
             raise InvalidInputError(
                 f"layers {sorted(unknown)} are not registered" if unknown else "no layers named"
             )
-        return names
+        return names & known
 
     def _lease(self, lease: float | None) -> float:
         return self.config.lease if lease is None else seconds_of("lease", lease)
@@ -1072,6 +1075,8 @@ def _as_layers(
             if name not in layout:
                 raise InvalidInputError(f"layer {name!r} has no layout")
             mine = layout[name]
+        elif layout.offset == 0:  # one for all of them: from where each buffer begins
+            mine = layout.at_offset(span_of(buffer).address - storage_span(buffer).address)
         else:
             mine = layout
         layers.append(LayerCache(name=name, buffer=buffer, layout=mine, group=groups.get(name, 0)))

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvxfer.core.layout import KVLayout, LayerRef, StateLayout
-from kvxfer.core.memory import Region, Span, storage_span
+from kvxfer.core.memory import Region, Span, span_of, storage_span
 from kvxfer.core.transport import Transport
 from kvxfer.core.wire import DescriptorWire, LayerWire, TransportWire
 from kvxfer.errors import InvalidInputError, KvxferError
@@ -41,6 +41,8 @@ class Caches:
 
     spans: tuple[Span, ...] = ()
     layers: tuple[LayerRef, ...] = ()
+    aliases: frozenset[str] = frozenset()
+    """Layers that share the cache of an earlier one (KV sharing between layers): moved with it."""
     regions: Mapping[str, tuple[Region, ...]] = attrs.field(factory=dict)
 
     @property
@@ -76,8 +78,9 @@ def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport
     """Register every storage once with every transport. May block. All or nothing.
 
     Raises:
-        InvalidInputError: no layers, two layers of one name, a layout that leaves its buffer, or
-            memory that a transport cannot use.
+        InvalidInputError: no layers, two layers of one name, a layout that leaves its buffer, two
+            layers of one group that begin at the same byte with different layouts, or memory that
+            a transport cannot use.
         TransportError: a transport refused.
     """
     if not layers:
@@ -88,8 +91,11 @@ def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport
         raise InvalidInputError(f"two layers are named {twice!r}")
     spans: list[Span] = []
     refs: list[LayerRef] = []
+    aliases: set[str] = set()
+    begins: dict[tuple[int, int, int], LayerRef] = {}
     for layer in layers:
         storage = storage_span(layer.buffer)
+        _check_offset(layer, storage)
         end = layer.layout.end_offset
         if end > storage.nbytes:
             raise InvalidInputError(
@@ -99,8 +105,19 @@ def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport
             )
         index, outer = _region_for(storage, spans)
         layout = layer.layout.at_offset(storage.address - outer.address + layer.layout.offset)
-        refs.append(LayerRef(name=layer.name, group=layer.group, region=index, layout=layout))
-    caches = Caches(spans=tuple(spans), layers=tuple(refs))
+        ref = LayerRef(name=layer.name, group=layer.group, region=index, layout=layout)
+        first = begins.setdefault((index, layer.group, layout.offset), ref)
+        if first is ref:
+            refs.append(ref)
+        elif first.layout == layout:
+            aliases.add(layer.name)
+        else:
+            raise InvalidInputError(
+                f"the layers {first.name!r} and {layer.name!r} of group {layer.group} begin at the "
+                f"same byte with different layouts: {first.layout.describe()} and "
+                f"{layout.describe()}"
+            )
+    caches = Caches(spans=tuple(spans), layers=tuple(refs), aliases=frozenset(aliases))
     _ = caches.blocks_per_group  # refuses gaps in the group numbers
     regions: dict[str, tuple[Region, ...]] = {}
     done: list[tuple[Transport, Region]] = []
@@ -117,6 +134,21 @@ def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport
             transport.deregister(region)
         raise
     return attrs.evolve(caches, regions=regions)
+
+
+def _check_offset(layer: LayerCache, storage: Span) -> None:
+    """Offsets count from the storage: one that lies before the buffer was meant otherwise.
+
+    Raises:
+        InvalidInputError: names both.
+    """
+    begin = span_of(layer.buffer).address - storage.address
+    if layer.layout.offset < begin:
+        raise InvalidInputError(
+            f"the layout of layer {layer.name!r} begins at byte {layer.layout.offset} of its "
+            f"storage, but its buffer begins at byte {begin}",
+            next_step="count from the storage: KVLayout.from_tensor, or layout.at_offset(...)",
+        )
 
 
 def _region_for(storage: Span, spans: list[Span]) -> tuple[int, Span]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import attrs
+import numpy as np
 import pytest
 from agent_rig import Rig, at
 
 from kvxfer.core.events import Declined, Drained, Expired, Failed, Gone, Quarantined, Received, Sent
+from kvxfer.core.layout import KVLayout
 from kvxfer.core.offer import Offer
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import CapacityError, ErrorKind, HandshakeError, InvalidInputError
@@ -423,3 +426,76 @@ def test_transfer_limit_is_a_failed_event(rig: Rig) -> None:
     assert "1 transfers" in str(second.error)
     rig.run(lambda: bool(c.of(Received, "a")))
     _ = CapacityError
+
+
+def test_one_layout_for_several_views_begins_where_each_view_begins(rig: Rig) -> None:
+    """Layers that are views of one array do not silently all mean its first bytes (promise 11)."""
+    nodes = []
+    for name in ("p", "c"):
+        node = rig.node(name)
+        whole = np.random.default_rng(len(nodes)).integers(0, 256, (3, 8, 64), dtype=np.uint8)
+        flat = KVLayout(
+            num_blocks=8,
+            block_stride=64,
+            kernel_tokens=4,
+            token_stride=16,
+            head_nbytes=16,
+            dtype="uint8",
+        )
+        node.agent.register_kv_caches({f"l{i}": whole[i] for i in range(3)}, flat)
+        nodes.append((node, whole))
+    (p, source), (c, target) = nodes
+    c.agent.pull(p.agent.hold("t", at(0, 1, 2)), at(0, 5, 6))
+    rig.run(lambda: bool(c.of(Received)))
+    assert c.of(Received)[0].nbytes == 3 * 2 * 64
+    assert (target[:, 5:7] == source[:, 1:3]).all()
+
+
+def test_layouts_that_cannot_be_meant_are_refused(rig: Rig) -> None:
+    """An offset before the buffer, and two layouts from the same byte: both are named."""
+    p = rig.node("p")
+    whole = np.zeros((2, 8, 64), dtype=np.uint8)
+    flat = KVLayout(
+        num_blocks=8,
+        block_stride=64,
+        kernel_tokens=4,
+        token_stride=16,
+        head_nbytes=16,
+        dtype="uint8",
+    )
+    with pytest.raises(InvalidInputError, match=r"begins at byte 0 of its storage.*byte 512"):
+        p.agent.register_kv_caches({"a": whole[1]}, {"a": flat})
+    other = attrs.evolve(flat, kernel_tokens=2, token_stride=32, head_nbytes=32)
+    with pytest.raises(InvalidInputError, match="'a' and 'b' of group 0 begin at the same byte"):
+        p.agent.register_kv_caches({"a": whole, "b": whole}, {"a": flat, "b": other})
+
+
+def test_layers_that_share_a_cache_move_it_once(rig: Rig) -> None:
+    """KV sharing between layers: the second name moves nothing of its own, READ and WRITE."""
+    nodes = []
+    for name in ("p", "c"):
+        node = rig.node(name)
+        memory = np.random.default_rng(len(nodes)).integers(0, 256, (8, 64), dtype=np.uint8)
+        flat = KVLayout(
+            num_blocks=8,
+            block_stride=64,
+            kernel_tokens=4,
+            token_stride=16,
+            head_nbytes=16,
+            dtype="uint8",
+        )
+        node.agent.register_kv_caches({"a": memory, "b": memory}, flat)
+        nodes.append((node, memory))
+    (p, source), (c, target) = nodes
+    c.agent.pull(p.agent.hold("t", at(0, 1, 2)), at(0, 5, 6), layers=["a", "b"])
+    rig.run(lambda: bool(c.of(Received)))
+    assert c.of(Received)[0].nbytes == 2 * 64
+    assert (target[5:7] == source[1:3]).all()
+    c.agent.accept("w", at(0, 0))
+    p.agent.push("w", at(0, 3), to=c.agent.endpoint, layers=["a"])
+    p.agent.push("w", at(0, 3), to=c.agent.endpoint, layers=["b"])
+    p.agent.seal("w")
+    rig.run(lambda: bool(c.of(Received, "w")))
+    assert (target[0] == source[3]).all()
+    rig.pass_time(1)
+    assert not any(p.tables.values())
