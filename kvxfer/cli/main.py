@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kvxfer.cli import keys, sim
 from kvxfer.cli.demo.geometry import GEOMETRIES
 from kvxfer.cli.demo.plan import FAULT_LEVELS, Sabotage
 from kvxfer.errors import KvxferError
@@ -33,11 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     plugins = commands.add_parser("plugins", help="list backends, classifiers and retry policies")
     plugins.add_argument("--load", action="store_true", help="import each of them as well")
     plugins.set_defaults(run=_plugins)
-    sim = commands.add_parser("sim", help="simulate agents in virtual time, one seed after another")
-    sim.add_argument("--seed", type=int, default=0, help="the first seed")
-    sim.add_argument("--seeds", type=int, default=10, help="how many seeds")
-    sim.add_argument("--transfers", type=int, default=200, help="transfers per seed")
-    sim.set_defaults(run=_sim)
+    keys.add_arguments(
+        commands.add_parser("keys", help="keys and allow-list of the control channel")
+    )
+    sim.add_arguments(
+        commands.add_parser("sim", help="simulate agents in virtual time, one seed after another")
+    )
     return parser
 
 
@@ -90,21 +92,3 @@ def _plugins(arguments: argparse.Namespace) -> int:
             problem = f"  PROBLEM: {info.error}" if info.error else ""
             sys.stdout.write(f"  {info.name:<12} {info.distribution} {info.target}{problem}\n")
     return 1 if broken else 0
-
-
-def _sim(arguments: argparse.Namespace) -> int:
-    from kvxfer.testing.sim import SimConfig, run
-
-    failed = 0
-    config = SimConfig(transfers=arguments.transfers)
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        report = run(seed, config)
-        failed += bool(report.violations)
-        outcomes = ", ".join(f"{k} {n}" for k, n in sorted(report.outcomes.items()))
-        sys.stdout.write(
-            f"seed {seed}: {len(report.violations)} violations, {report.steps} steps, "
-            f"{report.seconds:.1f} simulated seconds; {outcomes}\n"
-        )
-        for violation in report.violations[:10]:
-            sys.stdout.write(f"  {violation}\n")
-    return 1 if failed else 0

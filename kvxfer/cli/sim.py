@@ -1,0 +1,89 @@
+"""``kvxfer sim``: whole systems in virtual time, one seed after another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.testing.sim import SimConfig
+
+__all__ = ["add_arguments"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Runs the shipped agents against a simulated engine and network with one seed after "
+        "another, with every fault this project knows of, and checks every promise at every step. "
+        "Equal seeds give equal runs. Exit status 1 if a promise was broken."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=10, help="how many seeds")
+    parser.add_argument("--transfers", type=int, default=200, help="requests per seed")
+    parser.add_argument("--producers", type=int, default=2)
+    parser.add_argument("--consumers", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per simulated second")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--table", action="store_true", help="print what struck in which phase")
+    parser.add_argument("--shrink", action="store_true", help="look for a smaller run that fails")
+    parser.add_argument("--stop", action="store_true", help="end with the first seed that fails")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from kvxfer.testing.sim import SimConfig, campaign, coverage_table, merge
+
+    config = SimConfig(
+        producers=arguments.producers,
+        consumers=arguments.consumers,
+        transfers=arguments.transfers,
+        rate=arguments.rate,
+    )
+    began = time.monotonic()
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    reports = []
+    for report in campaign([(s, config.to_dict()) for s in seeds], processes=arguments.jobs):
+        reports.append(report)
+        if not arguments.json:
+            sys.stdout.write(
+                f"seed {report['seed']}: {len(report['violations'])} violations, "
+                f"{report['happenings']} events, {report['seconds']:.0f} simulated seconds\n"
+            )
+            for text in report["violations"]:
+                sys.stdout.write(f"  {text}\n")
+            sys.stdout.flush()
+        if arguments.stop and report["violations"]:
+            break
+    told = merge(reports)
+    seconds = time.monotonic() - began
+    told["wall_seconds"] = round(seconds, 1)
+    told["events_per_second"] = round(told["happenings"] / seconds)
+    faults = told.pop("faults")
+    if arguments.json:
+        told["faults"] = [[fault, phase, n] for (fault, phase), n in sorted(faults.items())]
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        outcomes = ", ".join(f"{name} {n}" for name, n in told["outcomes"].items())
+        sys.stdout.write(
+            f"{told['runs']} runs, {told['transfers']} requests, {len(told['violations'])} "
+            f"violations; {told['events_per_second']} events per second; {outcomes}\n"
+        )
+        if arguments.table:
+            sys.stdout.write(coverage_table(faults) + "\n")
+    if told["violations"] and arguments.shrink:
+        _shrink(min(seed for seed, _ in told["violations"]), config)
+    return 1 if told["violations"] else 0
+
+
+def _shrink(seed: int, config: SimConfig) -> None:
+    from kvxfer.testing.sim import shrink
+
+    small_seed, small, report = shrink(seed, config)
+    sys.stdout.write(f"shrunk: seed {small_seed} of {json.dumps(small.to_dict())}\n")
+    for violation in report.violations:
+        sys.stdout.write(f"  {violation}\n")
