@@ -15,7 +15,7 @@ from kvxfer.policies.rules import builtin_rules
 from kvxfer.policies.rules.moriio_samples import SAMPLES as MORIIO
 from kvxfer.policies.rules.samples import Sample, check_samples
 
-BACKENDS = ("own", "loopback", "shm", "moriio", "nixl")
+BACKENDS = ("own", "loopback", "shm", "moriio", "mooncake", "nixl")
 SAMPLES: list[Sample] = [
     sample
     for name in BACKENDS
