@@ -17,12 +17,20 @@ import zmq
 
 from kvxfer.core.address import Address, PortRange
 from kvxfer.core.channel import Channel, Inbound, Route
-from kvxfer.core.control_config import ChannelAuth, ControlConfig, exposure, fixed_port
+from kvxfer.core.control_config import (
+    ChannelAuth,
+    ControlConfig,
+    Security,
+    exposure,
+    fixed_port,
+)
+from kvxfer.core.control_curve import CurveAuth
 from kvxfer.core.control_dialler import DialledRoute, Dialler
 from kvxfer.core.control_hub import Hub
 from kvxfer.core.control_listener import InboundRoute, Listener
 from kvxfer.core.control_sockets import make_context, require_descriptors
-from kvxfer.errors import CapacityError, ClosedError, ConfigError
+from kvxfer.core.keys import join_peer, split_peer
+from kvxfer.errors import CapacityError, ClosedError, ConfigError, KvxferError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,6 +42,7 @@ __all__ = [
     "DialledRoute",
     "InboundRoute",
     "PortRange",
+    "Security",
     "ZmqChannel",
     "exposure",
     "fixed_port",
@@ -56,10 +65,13 @@ class ZmqChannel(Channel):
     Args:
         config: see ``ControlConfig``; the default listens on loopback, on a port of the operating
             system's choice.
-        auth: configures every socket before it is bound or connected; None is no authentication.
+        auth: configures every socket before it is bound or connected, in place of
+            ``config.security``. With neither there is no authentication.
 
     Raises:
-        ConfigError: the address cannot be bound; names what holds the port if that can be known.
+        ConfigError: the address cannot be bound (names what holds the port if that can be known);
+            it could be reached by strangers, and there are no keys; or a key file is not right.
+        MissingDependencyError: there are keys, and libzmq was built without CURVE.
         CapacityError: no file descriptor is left.
     """
 
@@ -69,7 +81,13 @@ class ZmqChannel(Channel):
         self.config = ControlConfig() if config is None else config
         if not isinstance(self.config, ControlConfig):
             raise ConfigError(f"config must be a ControlConfig, not {config!r}")
+        if self.config.security is not None:
+            if auth is not None:
+                raise ConfigError("both ControlConfig.security and auth are given")
+            auth = CurveAuth(self.config.security)
         self._auth = auth
+        self._curve = auth if isinstance(auth, CurveAuth) else None
+        self._reload_at = self._next_look(time.monotonic())
         self._closed = False
         self._pid = os.getpid()
         try:
@@ -89,6 +107,8 @@ class ZmqChannel(Channel):
         if self.config.advertise_host is not None:
             advertised = advertised.with_host(self.config.advertise_host)
         self._address = advertised.tcp()
+        if self._curve is not None:
+            self._address = join_peer(self._address, self._curve.own.name)
         warning = exposure(self._listener.bound, auth)
         if warning is not None:
             logger.warning("%s", warning)
@@ -100,6 +120,8 @@ class ZmqChannel(Channel):
             if auth is not None:
                 auth.start(self._context)
                 started = True
+            if self._curve is not None:
+                self._curve.attach(self._hub)
             return Listener(self._hub, self._context, self.config, auth, serial=next(_channels))
         except BaseException:
             if auth is not None and started:
@@ -121,14 +143,16 @@ class ZmqChannel(Channel):
         """See ``Channel.dial``. A name is looked up on another thread; messages wait meanwhile.
 
         Raises:
-            InvalidInputError: not an address, or one without a port, or a wildcard.
+            InvalidInputError: not an address, or one without a port, or a wildcard; or the peer it
+                names has no key in the allow-list.
             CapacityError: ``max_routes`` are open, or no file descriptor is left.
             ClosedError: the channel was closed.
         """
         self._check()
-        target = Address.parse(address)
+        text, peer = split_peer(address)
+        target = Address.parse(text)
         target.tcp()
-        return self._dialler.dial(target)
+        return self._dialler.dial(target, peer)
 
     def hang_up(self, route: Route) -> None:
         """See ``Channel.hang_up``. Inbound routes are ignored: their end is the peer's matter."""
@@ -199,6 +223,52 @@ class ZmqChannel(Channel):
             self._check()
         waker.wake()
 
+    @property
+    def authenticated(self) -> bool:
+        """See ``Channel.authenticated``. With an ``auth`` of somebody else's it is False."""
+        return self._curve is not None
+
+    def peer_of(self, route: Route) -> str:
+        """See ``Channel.peer_of``."""
+        self._check()
+        if isinstance(route, InboundRoute):
+            return self._listener.peer(route)
+        dialled = self._dialler.find(route)
+        return "" if dialled is None else dialled.peer
+
+    def reload_keys(self) -> None:
+        """Read the key files again. Without effect on a channel without keys.
+
+        New keys are let in from now on; connections of keys that went are closed.  If our own pair
+        changed, connections that we open from now on show the new one, and connections that peers
+        opened are closed: they come back under the new one.
+
+        Raises:
+            ConfigError: a file is not right; everything stays as it was.
+        """
+        self._check()
+        if self._curve is None:
+            return
+        try:
+            renewed = self._curve.reload()
+        except KvxferError:
+            self._hub.counters["keys_not_reloaded"] += 1
+            raise
+        self._hub.counters["keys_reloaded"] += 1
+        now = time.monotonic()
+        self._dialler.keys_changed(renewed=renewed, now=now)
+        self._listener.keys_changed(renewed=renewed, now=now)
+
+    def watch_descriptor(self, fd: int) -> None:
+        """See ``Channel.watch_descriptor``. Level-triggered: read it empty, or be woken again."""
+        self._check()
+        self._hub.watch_descriptor(fd)
+
+    def unwatch_descriptor(self, fd: int) -> None:
+        """See ``Channel.unwatch_descriptor``."""
+        if not self._closed:
+            self._hub.unwatch_descriptor(fd)
+
     def lost_routes(self) -> list[Route]:
         """Routes whose connection ended since the last call, each once, oldest first.
 
@@ -249,11 +319,28 @@ class ZmqChannel(Channel):
     def _turn(self, timeout: float) -> None:
         """One round over everything that has news; waits at most ``timeout`` seconds for some."""
         now = time.monotonic()
+        self._look_for_keys(now)
         self._dialler.tick(now)
-        due = self._dialler.next_due()
-        if due is not None:
-            timeout = min(timeout, max(due - now, 0.0))
+        self._listener.tick(now)
+        for due in (self._dialler.next_due(), self._listener.next_due(), self._reload_at):
+            if due is not None:
+                timeout = min(timeout, max(due - now, 0.0))
         self._hub.gather(timeout)
+
+    def _next_look(self, now: float) -> float | None:
+        security = self.config.security
+        interval = None if security is None else security.reload_interval
+        return None if interval is None else now + interval
+
+    def _look_for_keys(self, now: float) -> None:
+        if self._curve is None or self._reload_at is None or now < self._reload_at:
+            return
+        self._reload_at = self._next_look(now)
+        if self._curve.changed():
+            try:
+                self.reload_keys()
+            except KvxferError as error:
+                self._curve.complain(error)
 
     def _check(self) -> None:
         if self._closed:

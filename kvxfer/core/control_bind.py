@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Listener", "bind_first_free", "listeners", "port_holder"]
+__all__ = ["Listener", "bind_first_free", "listeners", "own_ports", "port_holder"]
 
 _LISTEN = "0A"  # TCP_LISTEN in include/net/tcp_states.h
 _NAMED = 4  # holders named in one message; looking one up walks through all of /proc
@@ -118,6 +118,29 @@ def port_holder(port: int, proc: Path = Path("/proc")) -> str | None:
                 prefix = f"pid {process}, " if process else "a process of "
                 return f"{prefix}uid {listener.uid}"
     return None
+
+
+def own_ports(proc: Path = Path("/proc")) -> list[int]:
+    """TCP ports that this process listens on, in order; empty where ``/proc`` cannot be read."""
+    inodes = set()
+    try:
+        for entry in (proc / "self" / "fd").iterdir():
+            try:
+                target = os.readlink(entry)
+            except OSError:
+                continue  # closed meanwhile
+            if target.startswith("socket:["):
+                inodes.add(int(target[8:-1]))
+    except OSError:
+        return []
+    ports = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            table = (proc / "net" / name).read_text()
+        except OSError:
+            continue
+        ports |= {x.port for x in listeners(table) if x.inode in inodes}
+    return sorted(ports)
 
 
 def _process_of(inode: int, proc: Path) -> str | None:

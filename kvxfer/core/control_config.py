@@ -9,6 +9,7 @@ import attrs
 
 from kvxfer.core.address import Address, PortRange
 from kvxfer.core.events import Role
+from kvxfer.core.keys import Security
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
     import zmq
 
-__all__ = ["ChannelAuth", "ControlConfig", "exposure", "fixed_port"]
+__all__ = ["ChannelAuth", "ControlConfig", "Security", "exposure", "fixed_port", "refuse_exposure"]
 
 _MAX_PORT = 65535
 
 
 class ChannelAuth(Protocol):
-    """Who may talk to us, and as whom we talk. The seam for keys; the default is none at all.
+    """Who may talk to us, and as whom we talk. The seam for other mechanisms than our keys.
 
     All methods are called by the thread that calls the channel, and may not wait for peers.
     """
@@ -69,6 +70,21 @@ def _host(_: object, attribute: attrs.Attribute[str], value: object) -> None:
     Address(value)
 
 
+def _as_security(value: object) -> object:
+    # As a configuration file has it.
+    return Security(**value) if isinstance(value, dict) else value
+
+
+def _security(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not isinstance(value, Security):
+        raise ConfigError(f"ControlConfig.{attribute.name} must be a Security, not {value!r:.200}")
+
+
+def _flag(_: object, attribute: attrs.Attribute[bool], value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"ControlConfig.{attribute.name} must be True or False, not {value!r}")
+
+
 def _port_range(value: PortRange | str | None) -> PortRange | None:
     if isinstance(value, str):
         return PortRange.parse(value)
@@ -79,7 +95,7 @@ def _port_range(value: PortRange | str | None) -> PortRange | None:
 
 @attrs.frozen(kw_only=True)
 class ControlConfig:
-    """Everything about the control channel but the keys. Durations are seconds.
+    """Everything about the control channel. Durations are seconds. Pickles.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -113,6 +129,15 @@ class ControlConfig:
     max_routes: int = attrs.field(default=4096, validator=_count(1, 16384))
     """Dialled routes, and as many inbound ones. A dialled route takes 4 file descriptors."""
 
+    max_pending: int = attrs.field(default=256, validator=_count(1, 16384))
+    """Inbound connections that have been open for a second without a message. Beyond it the oldest
+    is closed: one of ours speaks within milliseconds."""
+
+    max_unread_nbytes: int = attrs.field(default=64 << 20, validator=_count(1 << 16, 1 << 40))
+    """Bytes that an inbound connection may send without a whole message of it being received.
+    Beyond it the connection is closed: libzmq holds them in memory. All connections that have not
+    sent a message yet may send four times as much together."""
+
     heartbeat_interval: float = attrs.field(default=5.0, validator=_duration)
     """A connection without traffic is probed this often, by libzmq's thread, without the GIL."""
 
@@ -131,6 +156,14 @@ class ControlConfig:
 
     reconnect_max: float = attrs.field(default=5.0, validator=_duration)
     """The longest pause. Attempts go on until the route is hung up."""
+
+    security: Security | None = attrs.field(
+        default=None, converter=_as_security, validator=_security
+    )
+    """Keys: who is let in, and who we are. None: whoever reaches the port may talk to us."""
+
+    insecure: bool = attrs.field(default=False, validator=_flag)
+    """Listen beyond loopback although there are no keys. Logged as a warning."""
 
     def __attrs_post_init__(self) -> None:
         if self.port and self.port_range is not None:
@@ -175,6 +208,25 @@ def exposure(bound: Address, auth: ChannelAuth | None) -> str | None:
         f"the control channel listens on {where} without authentication: whoever reaches it can "
         "release and read about transfers"
     )
+
+
+def refuse_exposure(bound: Address, config: ControlConfig, auth: ChannelAuth | None) -> None:
+    """Refuse to listen where strangers can reach us, unless that was asked for.
+
+    Args:
+        bound: the literal that is to be listened on.
+
+    Raises:
+        ConfigError: it is beyond loopback, there are no keys, and ``insecure`` is not set.
+    """
+    if auth is None and not bound.is_loopback and not config.insecure:
+        where = "every interface" if bound.is_wildcard else bound.host
+        raise ConfigError(
+            f"the control channel would listen on {where} (bind_host {config.bind_host!r}) without "
+            "keys: whoever reaches it could free transfers and read about them",
+            next_step="Set ControlConfig.security (keys: `kvxfer keys generate`), listen on "
+            "127.0.0.1, or set insecure=True if the network admits nobody else",
+        )
 
 
 def fixed_port(base: int, role: Role, *, dp: int, tp: int, dp_rank: int, tp_rank: int) -> int:

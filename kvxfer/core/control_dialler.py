@@ -3,7 +3,8 @@
 libzmq connects and reconnects by itself, with growing pauses, on its own thread.  Two things are
 added.  It gives a connection up for good after a protocol error (a stranger on the peer's port, a
 message beyond all limits); such a route is dialled anew here.  And names are resolved elsewhere,
-see ``control_names``.
+see ``control_names``.  With keys, a socket is for one key of the peer; while there are several, one
+after the other is tried, see ``control_keying``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import zmq
 
+from kvxfer.core.control_curve import Candidate, CurveAuth
 from kvxfer.core.control_hub import Hub, Inlet
+from kvxfer.core.control_keying import Keying
 from kvxfer.core.control_names import NameResolver
 from kvxfer.core.control_sockets import HANDSHAKE_FAILED, Monitor, configure, require_descriptors
 from kvxfer.errors import CapacityError, InvalidInputError
@@ -62,9 +65,22 @@ class Dialled(Inlet):
         monitor: Monitor,
         address: Address,
         config: ControlConfig,
+        *,
+        peer: str,
+        candidate: Candidate | None,
     ) -> None:
         self.route = DialledRoute(next(_serial))
         self.address = address
+        self.peer = peer
+        """Whose key we want to meet; empty: any that is allowed, and once it answered, that one."""
+        self.candidate = candidate
+        """The key that the socket is for; None without keys."""
+        self.cut_off = False
+        """That key is not allowed any more: nothing goes out or comes in over the socket."""
+        self.wants_socket = False
+        """The next attempt must be made with another socket, because keys are others now."""
+        self.next_key = False
+        """And with the peer's next key, because this one failed."""
         self.literal: str | None = None
         """The host that libzmq is connected to or tries; None while a name is looked up."""
         self.given_up = False
@@ -75,7 +91,8 @@ class Dialled(Inlet):
         self.up = False
         self._complained = False
         self._pause = config.reconnect_min
-        # Only for names: until it is up, another literal may be tried, and libzmq drops its queue.
+        # For names and with keys: until it is up, another literal or another key may be tried, and
+        # libzmq drops its queue then.
         self._backlog: deque[bytes] = deque()
         super().__init__(dialler.hub, socket, config.max_message_nbytes)
         self.hub.watch(monitor.socket, self._on_monitor)
@@ -86,20 +103,52 @@ class Dialled(Inlet):
 
     def connect(self, literal: str) -> None:
         """Have libzmq dial ``literal`` instead of what it dialled before, if anything."""
-        if self.literal is not None:
-            try:
-                self.socket.disconnect(self.address.with_host(self.literal).tcp())
-            except zmq.ZMQError as error:
-                if error.errno != errno.ENOENT:  # it knows no more of it: what is wanted
-                    raise
+        self.disconnect()
         target = self.address.with_host(literal)
         self.socket.setsockopt(zmq.IPV6, int(target.version == 6))
         self.socket.connect(target.tcp())
         self.literal = literal
         self.given_up = False
 
+    def disconnect(self) -> None:
+        """Have libzmq forget what it dialled, and what is queued there."""
+        if self.literal is None:
+            return
+        try:
+            self.socket.disconnect(self.address.with_host(self.literal).tcp())
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENOENT:  # it knows no more of it: what is wanted
+                raise
+        self.literal = None
+
+    def cut(self) -> None:
+        """The peer's key is no longer allowed: nothing goes to it or comes from it."""
+        self.cut_off = True
+        self._backlog.clear()
+        self.disconnect()
+        if self.up:
+            self.lost()
+
+    def exchange(self, socket: zmq.Socket[bytes], monitor: Monitor, candidate: Candidate) -> None:
+        """Go on with a new socket, for ``candidate``. What libzmq holds for the old one is gone."""
+        if self.up:
+            self.lost()
+        self._release()
+        self.candidate, self.literal = candidate, None
+        self.cut_off = self.wants_socket = self.next_key = False
+        self._monitor = monitor
+        self.replace_socket(socket)
+        self.hub.watch(monitor.socket, self._on_monitor)
+
+    def _release(self) -> None:
+        self.hub.unwatch(self._monitor.socket)
+        self._monitor.close()
+
     def send(self, data: bytes) -> bool:
-        if self.named and not self.up:
+        if self.cut_off and not self.wants_socket:
+            self.hub.counters["dropped_out_no_route"] += 1
+            return False
+        if (self.named or self.candidate is not None) and not self.up:
             if len(self._backlog) < self._config.send_queue_messages:
                 self._backlog.append(data)
                 return True
@@ -115,8 +164,7 @@ class Dialled(Inlet):
         return pause
 
     def close(self) -> None:
-        self.hub.unwatch(self._monitor.socket)
-        self._monitor.close()
+        self._release()
         super().close()
 
     def _send(self, data: bytes) -> bool:
@@ -134,8 +182,11 @@ class Dialled(Inlet):
 
     def _read_one(self, out: list[Inbound]) -> None:
         data = self.accept(self.socket.recv(zmq.NOBLOCK, copy=False))
-        if data is not None:
-            self.deliver(self.route, data, out)
+        if self.cut_off:
+            self.hub.counters["dropped_in_not_allowed"] += 1
+        elif data is not None:
+            peer = "" if self.candidate is None else self.candidate.name
+            self.deliver(self.route, data, peer, out)
 
     def _on_monitor(self) -> None:
         if self._closed:
@@ -157,6 +208,9 @@ class Dialled(Inlet):
     def _on_up(self) -> None:
         self.hub.counters["dialled_connected"] += 1
         self.up = True
+        if self.candidate is not None:
+            self.peer = self.candidate.name  # from now on only keys of that name are tried
+            self.next_key = False
         self._pause = self._config.reconnect_min
         self._dialler.settled(self)
         while self._backlog:
@@ -165,14 +219,22 @@ class Dialled(Inlet):
 
     def _on_down(self) -> None:
         if self.up:
-            self.up = False
-            self.hub.counters["dialled_lost"] += 1
-            self.hub.report_lost(self.route)
+            self.lost()
+        if self.cut_off:
+            return
         self.given_up = True
         self._dialler.stalled(self)
 
+    def lost(self) -> None:
+        """The connection has ended."""
+        self.up = False
+        self.hub.counters["dialled_lost"] += 1
+        self.hub.report_lost(self.route)
+
     def _on_failed_handshake(self, event: int, value: int) -> None:
         self.hub.counters["dialled_handshakes_failed"] += 1
+        if self._dialler.keying is not None:
+            self._dialler.keying.refused(self)
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not self._complained:
             self._complained = True
             logger.warning(
@@ -202,6 +264,9 @@ class Dialler:
         self._clock = clock
         self._routes: dict[DialledRoute, Dialled] = {}
         self._due: dict[DialledRoute, float] = {}
+        self.keying: Keying | None = None
+        if isinstance(auth, CurveAuth):
+            self.keying = Keying(auth, hub, self._due, clock)
         waker = hub.waker
         assert waker is not None
         self._names = NameResolver(waker.wake)
@@ -209,7 +274,7 @@ class Dialler:
     def __len__(self) -> int:
         return len(self._routes)
 
-    def dial(self, address: Address) -> DialledRoute:
+    def dial(self, address: Address, peer: str) -> DialledRoute:
         if len(self._routes) >= self._config.max_routes:
             raise CapacityError(
                 f"cannot dial {address}: all {self._config.max_routes} routes are taken",
@@ -218,7 +283,14 @@ class Dialler:
             )
         if address.is_wildcard:
             raise InvalidInputError(f"address {address} stands for all interfaces of a machine")
-        dialled = self._make(address)
+        if self.keying is not None:
+            self.keying.check(peer)
+        elif peer:
+            raise InvalidInputError(
+                f"address {address}#{peer} names a key, but this side has no keys",
+                next_step="set ControlConfig.security on both sides",
+            )
+        dialled = self._make(address, peer)
         self._routes[dialled.route] = dialled
         if dialled.named:
             self._names.ask(dialled.route, address.host)
@@ -253,8 +325,14 @@ class Dialler:
             dialled = self._routes[route]
             if dialled.named:
                 self._names.ask(route, dialled.address.host)
-            elif dialled.given_up:
+            elif dialled.given_up or dialled.wants_socket:
                 self._redial(dialled, dialled.address.host)
+
+    def keys_changed(self, *, renewed: bool, now: float) -> None:
+        """The allow-list is another one; ``renewed``: so is our own pair."""
+        if self.keying is not None:
+            for dialled in tuple(self._routes.values()):
+                self.keying.changed(dialled, renewed=renewed, now=now)
 
     def settled(self, dialled: Dialled) -> None:
         """The connection is up."""
@@ -262,11 +340,17 @@ class Dialler:
 
     def stalled(self, dialled: Dialled) -> None:
         """The connection is down, and libzmq has not said that it will try again."""
+        if dialled.wants_socket and dialled.route in self._due:
+            return
         self._due[dialled.route] = self._clock() + max(dialled.next_pause(), _GIVEN_UP)
 
     def retrying(self, dialled: Dialled) -> None:
         """libzmq will try again by itself. With a name, the next literal may do better."""
-        if not dialled.named:
+        if dialled.wants_socket and not dialled.up:
+            # Not by itself: with the keys that we have now.
+            if dialled.route not in self._due:
+                self._due[dialled.route] = self._clock() + dialled.next_pause()
+        elif not dialled.named:
             self._due.pop(dialled.route, None)
         elif dialled.route not in self._due:
             self._due[dialled.route] = self._clock() + dialled.next_pause()
@@ -279,8 +363,8 @@ class Dialler:
         self._names.close()
 
     def _resolved(self, dialled: Dialled, literals: list[str], now: float) -> None:
-        if dialled.up:
-            return  # libzmq got through meanwhile
+        if dialled.up or (dialled.cut_off and not dialled.wants_socket):
+            return  # libzmq got through meanwhile, or nobody may
         if not literals:
             self.hub.counters["name_lookups_failed"] += 1
             self._due[dialled.route] = now + dialled.next_pause()
@@ -288,16 +372,39 @@ class Dialler:
         following = literals[0]
         if dialled.literal in literals:
             following = literals[(literals.index(dialled.literal) + 1) % len(literals)]
-        if dialled.literal is None:
+        if dialled.literal is None and not dialled.wants_socket:
             dialled.connect(following)
-        elif following != dialled.literal or dialled.given_up:
+        elif following != dialled.literal or dialled.given_up or dialled.wants_socket:
             self._redial(dialled, following)
 
     def _redial(self, dialled: Dialled, literal: str) -> None:
         self.hub.counters["dialled_redials"] += 1
+        if dialled.wants_socket and self.keying is not None:
+            try:
+                key = self.keying.pick(dialled.peer, dialled.candidate, following=dialled.next_key)
+                dialled.exchange(*self._sockets(dialled.address, key), key)
+            except (CapacityError, InvalidInputError):
+                # No descriptor now, or no key any more: look again later.
+                self._due[dialled.route] = self._clock() + dialled.next_pause()
+                return
         dialled.connect(literal)
 
-    def _make(self, address: Address) -> Dialled:
+    def _make(self, address: Address, peer: str) -> Dialled:
+        key = None
+        if self.keying is not None:
+            key = self.keying.pick(peer, None, following=False)
+        socket, monitor = self._sockets(address, key)
+        try:
+            return Dialled(self, socket, monitor, address, self._config, peer=peer, candidate=key)
+        except BaseException:
+            monitor.close()
+            socket.close(0)
+            raise
+
+    def _sockets(
+        self, address: Address, key: Candidate | None
+    ) -> tuple[zmq.Socket[bytes], Monitor]:
+        """A DEALER that has not connected yet, for one key, and its reports."""
         monitor: Monitor | None = None
         socket: zmq.Socket[bytes] | None = None
         try:
@@ -306,8 +413,10 @@ class Dialler:
             configure(socket, self._config, version=address.version, dials=True)
             if self._auth is not None:
                 self._auth.configure_dialled(socket, address)
+            if self.keying is not None and key is not None:
+                self.keying.curve.aim(socket, key)
             monitor = Monitor(self._context, socket, _EVENTS, _MONITOR_DEPTH)
-            return Dialled(self, socket, monitor, address, self._config)
+            return socket, monitor
         except BaseException as error:
             if monitor is not None:
                 monitor.close()

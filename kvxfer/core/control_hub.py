@@ -39,6 +39,7 @@ COUNTERS = (
     "dropped_in_multi_frame",
     "dropped_in_chosen_identity",
     "dropped_in_too_many_routes",
+    "dropped_in_not_allowed",
     "dropped_out_oversize",
     "dropped_out_queue_full",
     "dropped_out_no_route",
@@ -53,6 +54,14 @@ COUNTERS = (
     "inbound_closed",
     "inbound_lost",
     "inbound_handshakes_failed",
+    "inbound_cut_pending",
+    "inbound_cut_unread",
+    "inbound_cut_keys",
+    "dialled_cut_keys",
+    "keys_admitted",
+    "keys_refused",
+    "keys_reloaded",
+    "keys_not_reloaded",
     "lost_reports_dropped",
 )
 
@@ -118,6 +127,15 @@ class Hub:
         if self._callbacks.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
+    def watch_descriptor(self, fd: int) -> None:
+        """Have a readable ``fd``, which is none of zmq's, end a wait."""
+        self._watch_fd(fd, self._on_descriptor)
+
+    def unwatch_descriptor(self, fd: int) -> None:
+        """To be called before ``fd`` is closed; unknown ones are fine."""
+        if self._callbacks.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
     def later(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at the beginning of the next ``gather``."""
         self._later.append(callback)
@@ -153,6 +171,9 @@ class Hub:
     def _watch_fd(self, fd: int, callback: Callable[[], None]) -> None:
         self._epoll.register(fd, select.EPOLLIN)
         self._callbacks[fd] = callback
+
+    def _on_descriptor(self) -> None:
+        self.woken = True
 
     def _on_wake(self) -> None:
         if self.waker is not None:
@@ -218,15 +239,25 @@ class Inlet(ABC):
             return None
         return frame.bytes
 
-    def deliver(self, route: Route, data: bytes, out: list[Inbound]) -> None:
+    def deliver(self, route: Route, data: bytes, peer: str, out: list[Inbound]) -> None:
         self.hub.counters["messages_in"] += 1
         self.hub.counters["bytes_in"] += len(data)
-        out.append(Inbound(route, data))
+        out.append(Inbound(route, data, peer))
+
+    def replace_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Go on with another socket; what was not read from the present one is dropped."""
+        self._let_go()
+        self.socket = socket
+        self.hub.watch(socket, self.check)
 
     def close(self) -> None:
         self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._queued:
             self.hub.ready.remove(self)
+            self._queued = False
         self.hub.unwatch(self.socket)
         self.socket.close(0)
 

@@ -1,4 +1,4 @@
-"""The side that connects: shows the token, asks for regions, checks and maps what it is given."""
+"""The side that connects: proves itself, asks for regions, checks and maps what it is given."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvxfer.backends.shm.procs import ProcessWatch, peer_credentials, peer_pidfd
 from kvxfer.backends.shm.protocol import (
     PROTOCOL,
     Bye,
+    Challenge,
     Denied,
     Gone,
     Granted,
     Hello,
+    Proof,
     Refusal,
     Refused,
     Revoke,
@@ -25,6 +27,9 @@ from kvxfer.backends.shm.protocol import (
     Welcome,
     decode_from_server,
     encode,
+    nonce,
+    proof_of,
+    proves,
 )
 from kvxfer.backends.shm.regions import RegionTable
 from kvxfer.errors import (
@@ -87,6 +92,7 @@ class Client:
         self._link: Link | None = None
         self._connected: Callable[[KvxferError | None], None] | None = None
         self._timer: Timer | None = None
+        self._challenge: Challenge | None = None
 
     # ---- connect ---------------------------------------------------------------------------
 
@@ -106,7 +112,7 @@ class Client:
         self._hello = Hello(
             lowest=PROTOCOL,
             highest=PROTOCOL,
-            token=address.token,
+            nonce=nonce(),
             incarnation=incarnation,
             wanted=self._peer.info.incarnation,
         )
@@ -253,7 +259,16 @@ class Client:
 
     def _introduced(self, message: object) -> None:
         connected = self._connected
-        if isinstance(message, Welcome) and message.version == PROTOCOL and connected is not None:
+        if isinstance(message, Challenge) and self._challenge is None:
+            self._prove(message)
+        elif isinstance(message, Welcome) and message.version == PROTOCOL and connected is not None:
+            if not self._is_proven(message):
+                self._fail(
+                    messages.BROKEN_PROTOCOL.error(
+                        HandshakeError, "who listens there does not know the peer's token"
+                    )
+                )
+                return
             self._connected = None
             if self._timer is not None:
                 self._timer.cancel()
@@ -265,6 +280,23 @@ class Client:
             self._fail(messages.PEER_CLOSED.error(PeerLostError))
         else:
             raise WireError(f"{type(message).__name__} instead of Welcome")
+
+    def _prove(self, challenge: Challenge) -> None:
+        self._challenge = challenge
+        mac = proof_of(
+            self._peer.address.token, server=False, hello=self._hello, challenge=challenge
+        )
+        if self._link is not None:
+            self._link.send(encode(Proof(mac=mac)))
+
+    def _is_proven(self, welcome: Welcome) -> bool:
+        return self._challenge is not None and proves(
+            welcome.mac,
+            self._peer.address.token,
+            server=True,
+            hello=self._hello,
+            challenge=self._challenge,
+        )
 
     # ---- the end ---------------------------------------------------------------------------
 

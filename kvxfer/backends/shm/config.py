@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import validators as v
 
+from kvxfer.backends._options import config_from
 from kvxfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["ShmConfig"]
 
@@ -76,3 +80,13 @@ class ShmConfig:
             raise ConfigError(
                 f"workers_max must be at least workers ({self.workers}), not {self.workers_max}"
             )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ShmConfig:
+        """From JSON values, as a configuration file has them.
+
+        Raises:
+            ConfigError: an unknown key, with the nearest one as a hint, or a value that does not
+                fit.
+        """
+        return config_from(cls, options)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvxfer.core.batch import Batch
+from kvxfer.core.batch import Batch, Pieces
 
 if TYPE_CHECKING:
-    from kvxfer.core.batch import Int64Array
+    from kvxfer.core.batch import Int32Array, Int64Array
 
 __all__ = ["SCRATCH_BYTES", "copy_pieces", "merge"]
 
@@ -29,16 +29,33 @@ _STAGED_FROM = 16
 
 
 def merge(batch: Batch) -> Batch:
-    """Join neighbours that are contiguous on both sides: random ids gain nothing, runs a lot."""
-    if len(batch) < 2:
-        return batch
-    pair, local, remote, size = batch.pair, batch.local, batch.remote, batch.size
+    """Join neighbours that are contiguous on both sides: random ids gain nothing, runs a lot.
+
+    Of a factored batch, only those of one member.
+    """
+    members, shared = batch.members, batch.shared
+    if members is not None and shared is not None:
+        first, size = _runs(shared.local, shared.remote, shared.size, None)
+        if first is None:
+            return batch
+        pieces = Pieces(shared.local[first], shared.remote[first], size)
+        return Batch.repeated_pieces(members.pair, members.local_base, members.remote_base, pieces)
+    pair, local, remote = batch.pair, batch.local, batch.remote
+    first, size = _runs(local, remote, batch.size, pair)
+    return batch if first is None else Batch(pair[first], local[first], remote[first], size)
+
+
+def _runs(
+    local: Int64Array, remote: Int64Array, size: Int64Array, pair: Int32Array | None
+) -> tuple[Int64Array | None, Int64Array]:
+    """``(first piece of each run, run sizes)``; None if nothing can be joined."""
     joined = (local[1:] == local[:-1] + size[:-1]) & (remote[1:] == remote[:-1] + size[:-1])
-    joined &= pair[1:] == pair[:-1]
+    if pair is not None:
+        joined &= pair[1:] == pair[:-1]
     if not joined.any():
-        return batch
+        return None, size
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return Batch(pair[first], local[first], remote[first], np.add.reduceat(size, first))
+    return first, np.add.reduceat(size, first)
 
 
 def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratch: Any) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvxfer.backends.shm.link import Link
     from kvxfer.backends.shm.loop import HandoverLoop, Timer
     from kvxfer.backends.shm.procs import ProcessWatch
+    from kvxfer.backends.shm.protocol import Challenge, Hello
 
 __all__ = ["Holder", "Revocation"]
 
@@ -25,7 +26,9 @@ class Holder:
         self.watch = watch
         self.pid = pid
         self.incarnation = ""
-        """Empty until it introduced itself."""
+        """Empty until it introduced itself and proved that it was told the token."""
+        self.challenged: tuple[Hello, Challenge] | None = None
+        """What it must prove; None before, and after it did."""
         self.sent: set[int] = set()
         """Segments whose file it has."""
         self.granted: dict[int, int | None] = {}

@@ -106,15 +106,14 @@ class CopyJob:
 
     def copy(self, batch: Batch, in_place: bool, scratch: Any) -> None:
         """Copy one chunk and check that it meant anything."""
-        near = self.path.near[batch.pair] + batch.local
-        far = self.path.far[batch.pair] + batch.remote
+        near, far, size = _addresses(batch, self.path)
         reading = self.attempt.op is Op.READ
         target, source = (near, far) if reading else (far, near)
         self._moved = True
         if in_place:
-            self._read_in_place(target, source, batch.size)
+            self._read_in_place(target, source, size)
             return
-        copy_pieces(target, source, batch.size, scratch)
+        copy_pieces(target, source, size, scratch)
         wrong = self.verdict()
         # What a dead process left in its memory file stays as it was: a READ of it counts.  A
         # WRITE does not: nobody will ever look at it.
@@ -163,12 +162,30 @@ class CopyJob:
     def _by_place(self, batch: Batch) -> list[tuple[Batch, bool]]:
         if self.path.one_place is not None:
             return [(batch, self.path.one_place)]
-        in_place = self.path.in_place[batch.pair]
-        return [
-            (Batch(batch.pair[m], batch.local[m], batch.remote[m], batch.size[m]), place)
-            for m, place in ((in_place, True), (~in_place, False))
-            if m.any()
+        used = batch.used_pairs
+        parts = [
+            (batch.of_pairs([p for p in used if bool(self.path.in_place[p]) is place]), place)
+            for place in (True, False)
         ]
+        return [(part, place) for part, place in parts if len(part)]
+
+
+def _addresses(batch: Batch, path: ShmPath) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Where the pieces begin, here and there, and their sizes."""
+    members, shared = batch.members, batch.shared
+    if members is None or shared is None:
+        pair = batch.pair
+        return path.near[pair] + batch.local, path.far[pair] + batch.remote, batch.size
+    near = path.near[members.pair] + members.local_base
+    far = path.far[members.pair] + members.remote_base
+    size = shared.size
+    if len(members) == 1:
+        return near + shared.local, far + shared.remote, size
+    return (
+        np.add.outer(near, shared.local).reshape(-1),
+        np.add.outer(far, shared.remote).reshape(-1),
+        np.tile(size, len(members)),
+    )
 
 
 class _ChunkTask:

@@ -1,10 +1,18 @@
 """What two shm transports say to each other: the address in ``PeerInfo`` and the handover messages.
 
+The token in the address travels over the control channel only.  On the socket each side proves that
+it knows it: ``Hello`` and ``Challenge`` bring a fresh nonce each, ``Proof`` and ``Welcome`` a keyed
+hash of both.  Whoever listens in place of the peer, or connects without having been told the token,
+learns nothing and gets nothing.
+
 Everything is msgpack through msgspec, versioned, bounded in size and checked before use.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -18,6 +26,7 @@ __all__ = [
     "PROTOCOL",
     "Address",
     "Bye",
+    "Challenge",
     "Denied",
     "FromClient",
     "FromServer",
@@ -25,6 +34,7 @@ __all__ = [
     "Granted",
     "GrantedRegion",
     "Hello",
+    "Proof",
     "Refusal",
     "Refused",
     "Revoke",
@@ -37,10 +47,14 @@ __all__ = [
     "decode_from_server",
     "encode",
     "encode_address",
+    "nonce",
+    "proves",
+    "proof_of",
 ]
 
-PROTOCOL = 1
-"""The only version so far. A Hello names the lowest and highest that its sender speaks."""
+PROTOCOL = 2
+"""The only version spoken. A Hello names the lowest and highest that its sender speaks. Version 1
+sent the token itself."""
 MAX_MESSAGE = 32 * 1024
 """Bytes. The largest legal message, MAX_REGIONS of everything, needs a quarter of it."""
 MAX_REGIONS = 64
@@ -52,6 +66,8 @@ _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Token = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Nonce = _Token
+_Mac = _Token
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +102,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     lowest: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     highest: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: _Token
+    nonce: _Nonce
     incarnation: _Name
     """Who connects."""
     wanted: _Name
@@ -94,6 +110,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     def __repr__(self) -> str:
         return f"Hello(incarnation={self.incarnation!r}, wanted={self.wanted!r})"
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """Answer to ``Challenge``: we were told the token."""
+
+    mac: _Mac
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
@@ -112,8 +134,17 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 # ---- from the side that owns the memory ---------------------------------------------------
 
 
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Answer to ``Hello``: prove that you were told the token."""
+
+    nonce: _Nonce
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The proof was right; ``mac`` is ours."""
+
     version: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    mac: _Mac
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -172,8 +203,8 @@ class Refusal:
     FULL = "full"
 
 
-FromClient = Hello | Want | Revoked | Bye
-FromServer = Welcome | Refused | Granted | Denied | Gone | Revoke | Bye
+FromClient = Hello | Proof | Want | Revoked | Bye
+FromServer = Challenge | Welcome | Refused | Granted | Denied | Gone | Revoke | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _address_decoder = msgspec.msgpack.Decoder(Address)
@@ -209,3 +240,25 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of the shm handover protocol: {error}") from error
+
+
+# ---- proofs -------------------------------------------------------------------------------
+
+
+def nonce() -> bytes:
+    """Never used before."""
+    return secrets.token_bytes(32)
+
+
+def proof_of(token: bytes, *, server: bool, hello: Hello, challenge: Challenge) -> bytes:
+    """That its maker knows ``token``, now, in this conversation, and on which side of it."""
+    said = encode(hello) + encode(challenge)  # msgpack: where one ends is never in doubt
+    role = b"kvxfer shm server " if server else b"kvxfer shm client "
+    return hmac.new(token, role + said, hashlib.sha256).digest()
+
+
+def proves(mac: bytes, token: bytes, *, server: bool, hello: Hello, challenge: Challenge) -> bool:
+    """Whether ``mac`` is that proof. Takes equally long either way."""
+    return hmac.compare_digest(
+        mac, proof_of(token, server=server, hello=hello, challenge=challenge)
+    )

@@ -1,14 +1,14 @@
 """The side that owns memory: admits peers, hands memory files over, and takes them back.
 
-A peer shows the token out of our ``PeerInfo`` and runs under an allowed uid (SO_PEERCRED).  It
-then asks for regions by id and receives, once, the memory file of each.
+A peer proves that it knows the token out of our ``PeerInfo``, which travels over the control
+channel, and runs under an allowed uid (SO_PEERCRED).  It then asks for regions by id and receives,
+once, the memory file of each.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import os
 import secrets
 import socket
@@ -23,12 +23,14 @@ from kvxfer.backends.shm.procs import ProcessWatch, peer_credentials, peer_pidfd
 from kvxfer.backends.shm.protocol import (
     PROTOCOL,
     Bye,
+    Challenge,
     Denied,
     FromServer,
     Gone,
     Granted,
     GrantedRegion,
     Hello,
+    Proof,
     Refusal,
     Refused,
     Revoke,
@@ -37,6 +39,9 @@ from kvxfer.backends.shm.protocol import (
     Welcome,
     decode_from_client,
     encode,
+    nonce,
+    proof_of,
+    proves,
 )
 from kvxfer.errors import ConfigError, WireError
 
@@ -49,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Server"]
 
 HELLO_TIMEOUT = 5.0
-"""Seconds a stranger may hold a connection without introducing itself."""
+"""Seconds a stranger may hold a connection without introducing itself and proving it."""
 MAX_BARRED = 4096
 """Fenced incarnations that are remembered; beyond, the oldest is forgotten and counted."""
 _BACKLOG = 128
@@ -226,9 +231,11 @@ class Server:
             raise
         if isinstance(message, Hello):
             self._greet(holder, message)
+        elif isinstance(message, Proof):
+            self._check_proof(holder, message)
         elif not holder.incarnation:
             self.counters["malformed"] += 1
-            raise WireError("a message before Hello")
+            raise WireError("a message before Hello and Proof")
         elif isinstance(message, Want):
             if not holder.leaving:
                 self._grant(holder, message)
@@ -236,19 +243,33 @@ class Server:
             self._end(holder)
 
     def _greet(self, holder: Holder, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.token, self.token):
-            self._refuse(holder, Refusal.TOKEN)
-        elif hello.wanted != self._incarnation:
+        if hello.wanted != self._incarnation:
             self._refuse(holder, Refusal.STALE)
         elif not hello.lowest <= PROTOCOL <= hello.highest:
             self._refuse(holder, Refusal.VERSION)
+        elif holder.challenged is None and not holder.incarnation:
+            challenge = Challenge(nonce=nonce())
+            holder.challenged = (hello, challenge)
+            self._send(holder, challenge)
+        else:
+            self.counters["malformed"] += 1
+            raise WireError("a second Hello")
+
+    def _check_proof(self, holder: Holder, proof: Proof) -> None:
+        if holder.challenged is None:
+            self.counters["malformed"] += 1
+            raise WireError("a Proof that nobody asked for")
+        (hello, challenge), holder.challenged = holder.challenged, None
+        if not proves(proof.mac, self.token, server=False, hello=hello, challenge=challenge):
+            self._refuse(holder, Refusal.TOKEN)
         elif hello.incarnation in self._barred:
             self._refuse(holder, Refusal.BARRED)
-        elif not holder.incarnation:
+        else:
             holder.incarnation = hello.incarnation
             if holder.hello_timer is not None:
                 holder.hello_timer.cancel()
-            self._send(holder, Welcome(version=PROTOCOL))
+            mac = proof_of(self.token, server=True, hello=hello, challenge=challenge)
+            self._send(holder, Welcome(version=PROTOCOL, mac=mac))
 
     def _grant(self, holder: Holder, want: Want) -> None:
         segments: dict[int, SegmentInfo] = {}

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from kvxfer.backends._local import check_dram
 from kvxfer.backends.shm import allocation, messages
 from kvxfer.backends.shm.client import Client, cut_error
@@ -83,6 +81,7 @@ class ShmTransport(Transport):
     """
 
     name: ClassVar[str] = messages.BACKEND
+    config_type: ClassVar[type[ShmConfig]] = ShmConfig
 
     def __init__(self, config: ShmConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)
@@ -279,7 +278,7 @@ class ShmTransport(Transport):
         path, peer = _shm_path(attempt.path), _shm_peer(attempt.path.peer)
         if peer.cut is not None:
             raise cut_error(peer.cut, peer)
-        pairs = np.flatnonzero(np.bincount(attempt.batch.pair)).tolist()
+        pairs = attempt.batch.used_pairs
         for p in pairs:
             check_pair(attempt.op, path.pairs[p][0], path.remote[p])
         job = CopyJob(
@@ -328,6 +327,8 @@ class ShmTransport(Transport):
             peer.alive = why is messages.FENCED or why is messages.STOPPED
             if client is not None:
                 client.fail_asking(why)
+            if not peer.alive:
+                self._report_lost(peer)
             self._wake()
         self._pool.drop(peer)
         if not first and then is None:
