@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,12 @@ NIXL = Venv(
     "nixl",
     ("3.10", "3.11"),
     (TESTS, SOURCE, pip("--no-deps", "-r", "constraints/nixl.txt")),
+)
+MOONCAKE = Venv(
+    "mooncake",
+    ("3.10", "3.11", "3.12", "3.13"),
+    # The engine alone: its other dependencies belong to parts of Mooncake that are not used.
+    (TESTS, SOURCE, pip("--no-deps", "-r", "constraints/mooncake.txt")),
 )
 _UNUSABLE = ("torchvision", "torchaudio", "torchcodec", "triton")
 VLLM = Venv(
@@ -133,6 +141,34 @@ def _smoke(run: LaneRun, ready: Sequence[Ready]) -> None:
 # ---- engines -------------------------------------------------------------------------------
 
 
+def _apt(run: LaneRun, *packages: str) -> bool:
+    """Install system packages, in CI and as root only; whether that was tried."""
+    apt = shutil.which("apt-get")
+    if not (os.environ.get("CI") and apt and os.geteuid() == 0):
+        return False
+    for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+        # Quiet: what it prints names the mirrors of this machine.
+        run.program([apt, "-q", *words], env={"DEBIAN_FRONTEND": "noninteractive"}, quiet=True)
+    return True
+
+
+MOONCAKE_LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}
+"""What Mooncake's engine links to, and the packages of Debian and Ubuntu that have it."""
+
+
+def _mooncake_libraries(run: LaneRun) -> None:
+    """See that the engine's system libraries are there; install what is missing in CI as root."""
+
+    def missing() -> list[str]:
+        return [p for n, p in MOONCAKE_LIBRARIES.items() if ctypes.util.find_library(n) is None]
+
+    if missing() and not (_apt(run, *missing()) and not missing()):
+        raise SetupError(
+            "the mooncake lane needs system libraries that are not there; Debian, Ubuntu: "
+            f"apt-get install {' '.join(missing())}"
+        )
+
+
 def _verbs_headers(run: LaneRun) -> None:
     """See that the software RDMA device can be compiled; install what is missing in CI as root."""
 
@@ -146,18 +182,8 @@ def _verbs_headers(run: LaneRun) -> None:
 
     if compiles():
         return
-    apt = shutil.which("apt-get")
-    if os.environ.get("CI") and apt and os.geteuid() == 0:
-        for words in (["update"], ["install", "-y", "--no-install-recommends"]):
-            packages = ["gcc", "libc6-dev", "libibverbs-dev"] if "install" in words else []
-            # Quiet: what it prints names the mirrors of this machine.
-            run.program(
-                [apt, "-q", *words, *packages],
-                env={"DEBIAN_FRONTEND": "noninteractive"},
-                quiet=True,
-            )
-        if compiles():
-            return
+    if _apt(run, "gcc", "libc6-dev", "libibverbs-dev") and compiles():
+        return
     raise SetupError(
         "the mori lane compiles a software RDMA device and needs gcc and infiniband/verbs.h; "
         "Debian, Ubuntu: apt-get install gcc libibverbs-dev"
@@ -187,6 +213,15 @@ def _soak(run: LaneRun, ready: Sequence[Ready]) -> None:
     """Twenty rounds, or as many as SOAK_ROUNDS says; what each did is in the log."""
     rounds = os.environ.get("SOAK_ROUNDS", "20")
     run.pytest(ready[0].python, "tests/soak", "-s", "--soak-rounds", rounds)
+
+
+def _mooncake(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Its suite, then the demo over it with faults."""
+    python = ready[0].python
+    run.pytest(python, "tests/mooncake")
+    told = _demo_result(run, python, "--backend", "mooncake", "--requests", "120")[1]
+    wrong = told["bytes_wrong"] + told["blocks_leaked"]
+    run.check("the demo over mooncake holds", told["held"] is True and not wrong)
 
 
 # ---- the distributions, the documentation, the demo ----------------------------------------
@@ -278,17 +313,18 @@ SABOTAGES = {"early-free": _wrong_bytes, "flip-byte": _wrong_bytes, "drop-releas
 """Each with the count that shows that it was noticed for its own reason."""
 
 
+def _demo_result(run: LaneRun, python: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of the demo, and what it told."""
+    status, output = run.program([python, "-m", "kvxfer", "demo", "--json", *arguments])
+    found = [line for line in output.splitlines() if line.startswith("{")]
+    if not found:
+        raise LaneFailed(f"the demo printed no result (exit status {status})")
+    return status, json.loads(found[-1])
+
+
 def _demo(run: LaneRun, ready: Sequence[Ready]) -> None:
     """The demo as users run it, and each sabotage of it."""
-
-    def result(*arguments: str) -> tuple[int, dict[str, Any]]:
-        status, output = run.program(
-            [ready[0].python, "-m", "kvxfer", "demo", "--json", *arguments]
-        )
-        found = [line for line in output.splitlines() if line.startswith("{")]
-        if not found:
-            raise LaneFailed(f"the demo printed no result (exit status {status})")
-        return status, json.loads(found[-1])
+    result = partial(_demo_result, run, ready[0].python)
 
     status, told = result()
     run.check("the demo holds", status == 0 and told["held"] is True)
@@ -349,6 +385,14 @@ LANES = {
             (NIXL,),
             # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
             _engine("nixl", UCX_MODULES="^ib"),
+            expected_skips=_engine_skips,
+        ),
+        Lane(
+            "mooncake",
+            "the real Mooncake transfer engine over tcp",
+            (MOONCAKE,),
+            _mooncake,
+            before=(_mooncake_libraries,),
             expected_skips=_engine_skips,
         ),
         Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),

@@ -103,6 +103,15 @@ BATCHES = {
     "blocks": Batch([0, 1, 1, 0], [0, 4096, 8192, 12288], [8192, 0, 4096, 16384], [4096] * 4),
     "slices": Batch([0, 1, 1, 0], [1024, 4096, 0, 8704], [512, 0, 4608, 9728], [1536] * 4),
     "odd sizes": Batch([1, 0, 1], [3, 4096, 100], [1, 7, 65536], [5, 4097, 1]),
+    "layers": Batch.repeated(
+        [0, 1, 1],
+        [0, 4096, 131072],
+        [4096, 0, 65536],
+        [0, 8192, 16384],
+        [8192, 0, 4096],
+        [4096] * 3,
+    ),
+    "odd layers": Batch.repeated([0, 1], [0, 5000], [77, 0], [3, 9001], [1, 60000], [4096, 777]),
     "odd offsets": Batch([1, 0, 0], [3, 4096, 20001], [1, 7, 65533], [4096] * 3),
 }
 
@@ -198,18 +207,17 @@ def test_refused_post(rig):
     nothing; the path goes on working."""
     far = rig.far()
     good = rig.connect(far)
-    payload = unwrap(Content.REGION, rig.there[0].descriptor.data)
-    address = int.from_bytes(payload[:8], "little")
-    moved = (address + (1 << 30)).to_bytes(8, "little") + payload[8:]
-    wrong = attrs.evolve(rig.there[0].descriptor, data=wrap(Content.REGION, moved))
-    path = rig.answer(rig.transport.prepare(rig.peer, [(rig.regions[0], wrong)]))
-    for batch in (Batch([0], [0], [0], [BLOCK]), Batch([0, 0], [0, 9], [0, 9], [1, 2])):
+    path = rig.prepare()
+    rig.transport._agent.deregister(rig.regions[1].handle)  # behind our back
+    for batch in (Batch([1], [0], [0], [BLOCK]), Batch([1, 1], [0, 9], [0, 9], [1, 2])):
         with pytest.raises(TransportError) as caught:
             rig.transport.post(Op.READ, path, batch)
         assert caught.value.engine.exception[0] == "nixl._bindings.nixlNotFoundError"
         assert caught.value.engine.message == "NIXL_ERR_NOT_FOUND"
     assert not any(array.any() for array in rig.arrays)
-    assert rig.read(good, BATCHES["blocks"]).state is AttemptState.DONE
+    only_first = Batch([0], [0], [0], [BLOCK])
+    for either in (good, path):
+        assert rig.read(either, only_first).state is AttemptState.DONE
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "of a connection"])
@@ -229,6 +237,102 @@ def test_damaged_descriptor_never_reaches_nixl(rig, damage):
     _, error = rig.outcome(rig.transport.prepare(rig.peer, [(rig.regions[0], wrong)]))
     assert isinstance(error, HandshakeError)
     assert rig.read(rig.prepare(), BATCHES["blocks"]).state is AttemptState.DONE
+
+
+POISONS = {
+    "truncated": lambda good, other: good[:-7],
+    "of another agent": lambda good, other: other,
+    "too many sections": lambda good, other: good.replace(
+        b"nixlSecElms\x08" + bytes(7) + b"\x01", b"nixlSecElms\x08" + bytes(7) + b"\xff"
+    ),
+    "a length beyond the end": lambda good, other: good.replace(
+        b"nixlDList\x0a" + bytes(7), b"nixlDList" + b"\xff" * 8
+    ),
+    "a key of no bytes for eight domains": lambda good, other: good[:-10] + b"\xff" + good[-9:],
+    "noise": lambda good, other: bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+def test_poison_in_a_sound_wrapper_is_contained(rig, poison):
+    """Metadata that its sender made wrong, digest and all: NIXL would end the process, or refuse
+    the good one for ever, or lose another agent. It never sees it; what is under way with another
+    peer goes on, and the good descriptor works afterwards."""
+    healthy = rig.far()
+    path, there = rig.connect(healthy), rig.there
+    rig.connect(rig.far())
+    mine = rig.there[0].descriptor
+    good = unwrap(Content.REGION, mine.data)
+    other = unwrap(Content.REGION, there[0].descriptor.data)
+    bad = good[:12] + poison(good[12:], other[12:])
+    assert bad != good
+    wrong = attrs.evolve(mine, data=wrap(Content.REGION, bad))
+    attempt = rig.transport.post(Op.READ, path, BATCHES["blocks"])
+    _, error = rig.outcome(rig.transport.prepare(rig.peer, [(rig.regions[0], wrong)]))
+    assert isinstance(error, HandshakeError)
+    rig.until(lambda: attempt.terminal, "the READ from the healthy peer")
+    assert attempt.state is AttemptState.DONE
+    assert rig.read(rig.prepare(), BATCHES["blocks"]).state is AttemptState.DONE
+    assert rig.read(path, BATCHES["slices"]).state is AttemptState.DONE
+
+
+@pytest.mark.parametrize("poison", ["truncated", "of another agent", "a region", "no connection"])
+def test_poisoned_connection_data_is_contained(rig, poison):
+    """A peer that says it is reached in a way that is none, or as somebody else, is refused; that
+    somebody, and the peer's good data, work."""
+    healthy = rig.far()
+    path, there = rig.connect(healthy), rig.there
+    far = rig.far()
+    good = unwrap(Content.CONNECTION, far.info.data)
+    one, none = b"Conns\x08" + bytes(7) + b"\x01", b"Conns\x08" + bytes(7) + b"\x00"
+    bad = {
+        "truncated": good[:-7],
+        "of another agent": unwrap(Content.CONNECTION, healthy.info.data),
+        "a region": unwrap(Content.REGION, there[0].descriptor.data)[12:],
+        "no connection": good.replace(one, none),
+    }[poison]
+    assert bad != good
+    info = attrs.evolve(far.info, data=wrap(Content.CONNECTION, bad))
+    _, error = rig.outcome(rig.transport.connect(info))
+    assert isinstance(error, HandshakeError)
+    assert rig.read(path, BATCHES["blocks"]).state is AttemptState.DONE
+    assert rig.read(rig.connect(far), BATCHES["blocks"]).state is AttemptState.DONE
+    assert rig.read(path, BATCHES["blocks"]).state is AttemptState.DONE
+
+
+def test_restarted_peer_is_another_agent(rig):
+    """A peer whose agent was opened anew: the old path ends in an error, and the new incarnation is
+    served at once, beside what is left of the old one."""
+    far = rig.far()
+    path = rig.connect(far)
+    assert rig.read(path, BATCHES["blocks"]).state is AttemptState.DONE
+    far.reopen(pump=rig.transport.progress)
+    attempt = rig.read(path, BATCHES["blocks"])
+    assert attempt.state is AttemptState.FAILED
+    assert attempt.error.exception[0] == DISCONNECTED
+    again = rig.connect(far)
+    assert rig.read(again, BATCHES["blocks"]).state is AttemptState.DONE
+    assert all(landed(rig, BATCHES["blocks"]))
+
+
+def test_a_stopped_peer_holds_up_nobody(rig):
+    """Our calls return at once, and a healthy peer is served, while another one stands still."""
+    stopped, healthy = rig.far(), rig.far()
+    stuck_path = rig.connect(stopped)
+    path = rig.connect(healthy)
+    stopped.stop()
+    try:
+        start = time.monotonic()
+        stuck = rig.transport.post(Op.READ, stuck_path, BATCHES["blocks"])
+        rig.transport.progress()
+        assert time.monotonic() - start < 5.0, "it waited"
+        for _ in range(20):
+            assert rig.read(path, BATCHES["blocks"]).state is AttemptState.DONE
+        assert not stuck.terminal
+    finally:
+        stopped.resume()
+    rig.until(lambda: stuck.terminal, "the peer that runs again")
+    assert stuck.state is AttemptState.DONE
 
 
 def test_deregistered_region_is_refused(rig):

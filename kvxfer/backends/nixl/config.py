@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import validators as v
 
+from kvxfer.backends._machine import has_rdma_device
+from kvxfer.backends._options import config_from
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
-__all__ = ["NixlConfig", "apply_environment"]
+__all__ = ["NixlConfig", "apply_environment", "check_transports"]
 
 _SHARED_MEMORY = frozenset({"cma", "knem", "mm", "posix", "sysv", "xpmem", "shm", "sm", "self"})
 """UCX transports that cannot set up a connection by themselves."""
@@ -55,6 +56,16 @@ class NixlConfig:
         if value is not None:
             check_transports("ucx_tls", value)
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> NixlConfig:
+        """From JSON values, as a configuration file has them.
+
+        Raises:
+            ConfigError: an unknown key, with the nearest one as a hint, or a value that does not
+                fit.
+        """
+        return config_from(cls, options)
+
 
 def check_transports(name: str, value: str) -> None:
     """Refuse a list with which UCX cannot connect.
@@ -87,8 +98,3 @@ def apply_environment(config: NixlConfig, environ: MutableMapping[str, str]) -> 
         environ.setdefault("UCX_MODULES", "^ib")
     if config.log_level is not None:
         environ.setdefault("NIXL_LOG_LEVEL", config.log_level)
-
-
-def has_rdma_device(root: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether the kernel knows an InfiniBand or RoCE device."""
-    return root.is_dir() and any(root.iterdir())

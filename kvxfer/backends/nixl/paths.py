@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from kvxfer.backends.nixl.binding import device_of
-from kvxfer.backends.nixl.pieces import Grid, Int32Array, Side, rows_of
+from kvxfer.backends.nixl.pieces import Grid, Int32Array, Places, Side, UInt64Array, unit_of
 from kvxfer.core.transport import Path, Peer, PeerInfo, Transport
 from kvxfer.errors import InvalidInputError
 
@@ -46,8 +46,8 @@ class _Lists:
     local_list: Any
     remote_list: Any
 
-    def hold(self, batch: Batch) -> bool:
-        return self.local.holds(batch.local) and self.remote.holds(batch.remote)
+    def hold(self, local: Places, remote: Places) -> bool:
+        return self.local.holds(local.sample) and self.remote.holds(remote.sample)
 
 
 class _Kin:
@@ -66,16 +66,18 @@ class _Kin:
         self.retired: list[_Lists] = []
         """Replaced by finer ones; released with the path."""
 
-    def lists_for(self, agent: Agent, name: str, size: int, batch: Batch) -> _Lists | None:
-        """Prepared lists that hold every piece of ``batch``, made if need be."""
+    def lists_for(
+        self, agent: Agent, name: str, size: int, local_at: Places, remote_at: Places
+    ) -> _Lists | None:
+        """Prepared lists that hold every piece there, made if need be."""
         found = self.lists.get(size)
-        if found is not None and found.hold(batch):
+        if found is not None and found.hold(local_at, remote_at):
             return found
         if not self.lists_work or (found is None and len(self.lists) >= MAX_GRIDS):
             return None
         coarse = (0, 0) if found is None else (found.local.step, found.remote.step)
-        local = Grid.over(self.local, size, batch.local, coarse[0])
-        remote = Grid.over(self.remote, size, batch.remote, coarse[1])
+        local = Grid.over(self.local, size, local_at.sample, coarse[0])
+        remote = Grid.over(self.remote, size, remote_at.sample, coarse[1])
         if local is None or remote is None:
             return None
         try:
@@ -137,35 +139,57 @@ class NixlPath(Path):
             InvalidInputError: pieces of different memory kinds.
             whatever NIXL raises: nothing was posted.
         """
-        kin = self._kin[0]
-        place: Int32Array = batch.pair
-        if len(self._kin) > 1:
-            kin = self._kin[int(self._kin_of[batch.pair[0]])]
-            place = kin.place[batch.pair]
-            if bool((place < 0).any()):
-                raise InvalidInputError(
-                    "the batch mixes pairs of different memory kinds, which NIXL moves in calls of "
-                    "their own",
-                    next_step="cut the batch by memory kind",
-                )
-        size: Int64Array = batch.size
-        if bool((size == size[0]).all()):
-            lists = kin.lists_for(agent, self.remote.name, int(size[0]), batch)
+        kin, local, remote, size = self._places(batch)
+        unit = unit_of(size)
+        if unit:
+            local, remote = local.in_units(size, unit), remote.in_units(size, unit)
+            lists = kin.lists_for(agent, self.remote.name, unit, local, remote)
             if lists is not None:
                 return agent.pick(
                     op,
                     lists.local_list,
-                    lists.local.index(place, batch.local),
+                    local.index(lists.local),
                     lists.remote_list,
-                    lists.remote.index(place, batch.remote),
+                    remote.index(lists.remote),
                 )
-        return agent.transfer(
-            op,
-            kin.kinds,
-            rows_of(kin.local, place, batch.local, size),
-            rows_of(kin.remote, place, batch.remote, size),
-            self.remote.name,
+        return agent.transfer(op, kin.kinds, *self.rows(batch), self.remote.name)
+
+    def rows(self, batch: Batch) -> tuple[UInt64Array, UInt64Array]:
+        """Every piece for itself, local and remote: uint64[n, 3] of address, length, device.
+
+        Raises:
+            InvalidInputError: pieces of different memory kinds.
+        """
+        kin, local, remote, size = self._places(batch)
+        return local.rows(kin.local, size), remote.rows(kin.remote, size)
+
+    def _places(self, batch: Batch) -> tuple[_Kin, Places, Places, Int64Array]:
+        """Where the pieces begin on both sides, and the size of each or of each shared one."""
+        members, shared = batch.members, batch.shared
+        kin, place = self._kin_for(batch.pair if members is None else members.pair)
+        if members is None or shared is None:
+            local = Places(pair=place, offset=batch.local)
+            return kin, local, Places(pair=place, offset=batch.remote), batch.size
+        return (
+            kin,
+            Places(pair=place, offset=shared.local, base=members.local_base),
+            Places(pair=place, offset=shared.remote, base=members.remote_base),
+            shared.size,
         )
+
+    def _kin_for(self, pair: Int32Array) -> tuple[_Kin, Int32Array]:
+        """The pairs that move together, and the place of each among them."""
+        if len(self._kin) == 1:
+            return self._kin[0], pair
+        kin = self._kin[int(self._kin_of[pair[0]])]
+        place = kin.place[pair]
+        if bool((place < 0).any()):
+            raise InvalidInputError(
+                "the batch mixes pairs of different memory kinds, which NIXL moves in calls of "
+                "their own",
+                next_step="cut the batch by memory kind",
+            )
+        return kin, place
 
     def forget(self) -> None:
         """Release the prepared lists. What was made from them goes on."""

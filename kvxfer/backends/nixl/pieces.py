@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.core.batch import Int64Array
+from kvxfer.core.pieces import chop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Grid", "Side", "rows_of"]
+__all__ = ["Grid", "Places", "Side", "rows_of", "unit_of"]
 
+_MORE = 4
+"""Pieces are parted for a prepared list if that makes them more by at most a fourth."""
+_STEP = 2**15
+"""Rows that are filled at a time, so that they stay in the processor's cache."""
 MAX_PHASES = 64
 """Rows per region of a prepared list. Beyond it the pieces are described one by one."""
 
@@ -91,6 +96,91 @@ class Grid:
         block, rest = np.divmod(offset, self.size)
         found: Int64Array = self.first[pair, rest // self.step] + block
         return found.astype(np.int32)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Places:
+    """Where the pieces of a batch begin on one side.
+
+    ``pair`` and ``offset`` are one per piece.  With ``base``, ``pair`` and ``base`` are one per
+    member, and every member has all the offsets, from its base on.
+    """
+
+    pair: Int32Array
+    offset: Int64Array
+    base: Int64Array | None = None
+
+    def in_units(self, size: Int64Array, unit: int) -> Places:
+        """The same bytes in pieces of ``unit`` bytes each; see ``unit_of``."""
+        if int(size.max()) == unit:
+            return self
+        index, step, _ = chop(size, unit)
+        pair = self.pair if self.base is not None else self.pair[index]
+        return Places(pair=pair, offset=self.offset[index] + step, base=self.base)
+
+    @property
+    def sample(self) -> Int64Array:
+        """Offsets that lie on a grid if and only if all pieces do."""
+        if self.base is None:
+            return self.offset
+        return np.concatenate((self.base[0] + self.offset, self.base + self.offset[0]))
+
+    def index(self, grid: Grid) -> Int32Array:
+        """The index of each piece in the list that was prepared from ``grid``."""
+        if self.base is None:
+            return grid.index(self.pair, self.offset)
+        found = np.empty((len(self.base), len(self.offset)), np.int32)
+        block, rest = np.divmod(self.base, grid.size)
+        order = np.argsort(rest, kind="stable")
+        # Layers begin at multiples of their pieces, or all at the same distance from one.
+        starts = np.flatnonzero(np.diff(rest[order], prepend=-1)).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+            members = order[start:stop]
+            more, phase = np.divmod(self.offset + rest[members[0]], grid.size)
+            phase //= grid.step
+            if phase.any():
+                for member in members.tolist():
+                    first = grid.first[self.pair[member], phase]
+                    np.add(first, more + block[member], out=found[member], casting="unsafe")
+            else:
+                first = grid.first[self.pair[members], 0] + block[members]
+                found[members] = np.add.outer(first.astype(np.int32), more.astype(np.int32))
+        return found.reshape(-1)
+
+    def rows(self, side: Side, size: Int64Array) -> UInt64Array:
+        """Every piece for itself: address, length, device. ``size`` is one per offset."""
+        if self.base is None:
+            return rows_of(side, self.pair, self.offset, size)
+        rows = np.empty((len(self.base), len(self.offset), 3), np.uint64)
+        start = side.address[self.pair] + self.base.astype(np.uint64)
+        device = side.device[self.pair]
+        pattern = np.empty((len(self.offset), 3), np.uint64)
+        pattern[:, 0] = self.offset.astype(np.uint64)  # below zero it wraps, and back again
+        pattern[:, 1] = size
+        pattern[:, 2] = device[0]
+        same_device = bool((device == device[0]).all())
+        step = max(_STEP // max(len(self.offset), 1), 1)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            part[:] = pattern
+            part[:, :, 0] += start[first : first + step, None]
+            if not same_device:
+                part[:, :, 2] = device[first : first + step, None]
+        return rows.reshape(-1, 3)
+
+
+def unit_of(size: Int64Array) -> int:
+    """The size of which all pieces can be taken to be; 0 if that would be many more pieces.
+
+    Prepared lists hold pieces of one size.  Where some blocks of a request happen to follow each
+    other on both sides, so that they were joined, it pays to part them again.
+    """
+    unit, most = int(size.min()), int(size.max())
+    if unit == most:
+        return unit
+    if (size % unit).any() or int((size // unit).sum()) > len(size) + len(size) // _MORE:
+        return 0
+    return unit
 
 
 def _counts(side: Side, size: int, step: int) -> Int64Array:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.backends.nixl.binding import Agent, describe, device_of
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
+from kvxfer.backends.nixl.metadata import RemoteRegion, check_connection, check_region
 from kvxfer.errors import HandshakeError, PeerLostError, WireError
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class Remotes:
                 )
             self._remove(known)
         try:
+            check_connection(metadata, name)
+        except WireError as error:
+            raise HandshakeError(f"the peer's connection data: {error.message}") from error
+        try:
             found = self._agent.load_remote(metadata)
             if found == name:
                 self._agent.connect(name)
@@ -98,8 +103,7 @@ class Remotes:
                 next_step="check that the peer lives and its network is reachable",
                 engine=describe(error),
             ) from error
-        if found != name:
-            self._agent.remove_remote(found)
+        if found != name:  # never seen: NIXL reads the name that was checked
             raise HandshakeError(f"the peer's connection data is of agent {found}, not of {name}")
         remote = self._known[name] = Remote(name)
         return remote
@@ -115,8 +119,14 @@ class Remotes:
             payload = unwrap(Content.REGION, descriptor.data)
             if len(payload) < _REGION.size:
                 raise WireError(f"{len(payload)} bytes are too few")
+            address, device = _REGION.unpack_from(payload)
+            region = RemoteRegion(address=address, nbytes=descriptor.nbytes, device=device)
+            check_region(payload[_REGION.size :], remote.name, region)
         except WireError as error:
-            raise HandshakeError(f"descriptor {descriptor.region_id}: {error.message}") from error
+            raise HandshakeError(
+                f"descriptor {descriptor.region_id}: {error.message}",
+                next_step="fetch the peer's current descriptors",
+            ) from error
         remote.check_reachable()
         if descriptor.data not in remote.loaded:
             try:
@@ -134,7 +144,6 @@ class Remotes:
                     f"not of {remote.name}"
                 )
             remote.loaded.add(descriptor.data)
-        address, device = _REGION.unpack_from(payload)
         return address, device
 
     def forget_unused(self) -> None:

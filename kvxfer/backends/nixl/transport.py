@@ -71,6 +71,7 @@ class NixlTransport(Transport):
     """
 
     name: ClassVar[str] = BACKEND
+    config_type: ClassVar[type[NixlConfig]] = NixlConfig
 
     def __init__(self, config: NixlConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)
