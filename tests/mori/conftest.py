@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import pytest
+from mori_rig import Rig
+
 from kvxfer.testing.softrdma.pytest_plugin import (  # noqa: F401  fixtures, found by name
     mori_engine,
     mori_pair,
@@ -10,3 +13,17 @@ from kvxfer.testing.softrdma.pytest_plugin import (  # noqa: F401  fixtures, fou
     softrdma,
     softrdma_run,
 )
+
+
+@pytest.fixture
+def rig(softrdma):  # noqa: F811
+    """Makes ``mori_rig.Rig`` objects; all are closed after the test."""
+    rigs = []
+
+    def make(**config):
+        rigs.append(Rig(softrdma, **config))
+        return rigs[-1]
+
+    yield make
+    for one in rigs:
+        one.close()

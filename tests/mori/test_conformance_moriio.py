@@ -3,32 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+from typing import ClassVar
 
 import pytest
 
 from kvxfer.testing.conformance import TransportTests
+from kvxfer.testing.contract.base import TWO_PROCESS
 from kvxfer.testing.contract.settling import Settles
 
 
-class TestMoriio(TransportTests):
-    backend = "moriio"
-
+class OnSoftRdma:
     @pytest.fixture(autouse=True)
     def fabric(self, softrdma):
         """The engine of this process and those of peer processes share one fabric."""
         self.softrdma = softrdma
 
 
-class TestMoriioHeld(Settles):
-    """Work requests of this process are held where a test wants to see them unfinished."""
+class TestMoriio(OnSoftRdma, TransportTests):
+    """As it comes: POLLING, one queue pair, no notifications; the peer in this process and in
+    another one."""
 
     backend = "moriio"
 
-    @pytest.fixture(autouse=True)
-    def fabric(self, softrdma):
-        self.softrdma = softrdma
+
+# The engine's modes, so that each value of each setting meets each value of each other one: POLLING
+# or EVENT, one or four queue pairs, notifications off or on. The fourth combination is above.
+
+
+class TestEventFourQueuePairs(OnSoftRdma, TransportTests):
+    backend = "moriio"
+    modes = (TWO_PROCESS,)
+    options: ClassVar = {
+        "config": {"rehearse": False, "poll_cq_mode": "event", "qp_per_transfer": 4}
+    }
+
+
+class TestFourQueuePairsNotifications(OnSoftRdma, TransportTests):
+    backend = "moriio"
+    modes = (TWO_PROCESS,)
+    options: ClassVar = {
+        "config": {"rehearse": False, "qp_per_transfer": 4, "enable_notification": True}
+    }
+
+
+class TestEventNotifications(OnSoftRdma, TransportTests):
+    backend = "moriio"
+    modes = (TWO_PROCESS,)
+    options: ClassVar = {
+        "config": {"rehearse": False, "poll_cq_mode": "event", "enable_notification": True}
+    }
+
+
+class TestMoriioHeld(OnSoftRdma, Settles):
+    """Work requests of this process are held where a test wants to see them unfinished."""
+
+    backend = "moriio"
 
     @contextlib.contextmanager
     def hold(self, pair):
         with self.softrdma.hold():
             yield True
+
+
+class TestHeldSpread(TestMoriioHeld):
+    """The engine spreads each call over two queue pairs: its refusals are not atomic."""
+
+    modes = (TWO_PROCESS,)
+    options: ClassVar = {"config": {"rehearse": False, "qp_per_transfer": 2, "post_batch_size": 4}}

@@ -23,7 +23,8 @@ from kvxfer.testing.memory import pattern
 from kvxfer.testing.peer_process import PeerProcess
 from kvxfer.testing.softrdma import AsyncEvent, WcStatus
 
-BACKEND = "kvxfer.backends.moriio:MoriioTransport"
+QUICK = {"rehearse": False}
+"""The first registration of a process takes half a second to try: test_rehearsal has it."""
 BLOCK = 4096
 NBYTES = 64 * BLOCK
 
@@ -39,13 +40,13 @@ class Rig:
 
     def __init__(self, softrdma, **config):
         self.softrdma = softrdma
-        self.transport = MoriioTransport(MoriioConfig(**config))
+        self.transport = MoriioTransport(MoriioConfig(**QUICK, **config))
         self.fars = []
         self.arrays = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
         self.regions = [self.transport.register(span_of(a)) for a in self.arrays]
 
     def far(self):
-        far = PeerProcess(BACKEND, timeout=30.0)
+        far = PeerProcess("moriio", options={"config": QUICK}, timeout=30.0)
         self.fars.append(far)
         return far
 
@@ -393,12 +394,12 @@ there = Descriptor(
     transport="moriio", incarnation=sys.argv[1], region_id=0, nbytes=int(sys.argv[3]),
     data=bytes.fromhex(sys.argv[4]),
 )
-transport = MoriioTransport(MoriioConfig(control_timeout_ms=1000))
+transport = MoriioTransport(MoriioConfig(control_timeout_ms=1000, rehearse=False))
 here = transport.register(span_of(np.zeros(there.nbytes, np.uint8)))
 peer = answer(transport.connect(info))
 os.kill(int(sys.argv[5]), signal.SIGSTOP)
 preparing = transport.prepare(peer, [(here, there)])
-while not transport._gate._inside:
+while not transport._generations.current.gate._inside:
     assert preparing.poll() == (None, None)
 """
 

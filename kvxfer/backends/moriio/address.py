@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import ConfigError, HandshakeError, InvalidInputError, PeerLostError
 
-__all__ = ["local_ipv4", "probe", "resolve_ipv4"]
+__all__ = ["hang_up", "local_ipv4", "probe", "resolve_ipv4"]
 
 _NO_IPV6 = "MoRI-IO opens IPv4 sockets only"
 
@@ -91,3 +92,23 @@ def probe(address: str, port: int, timeout: float) -> None:
             next_step="check routes and firewalls between the hosts",
             engine=EngineError.of("moriio", error),
         ) from error
+
+
+def hang_up(port: int) -> None:
+    """End the connections that this process has accepted on ``port``.
+
+    The engine's end waits for whoever is in the middle of a handshake with it, up to
+    ``MORI_IO_CP_TIMEOUT_MS`` and with the interpreter lock held: a peer that was stopped, or a
+    stranger who sent one byte, would stop every thread of this process.
+    """
+    with open("/proc/self/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table][1:]
+    # Columns: number, local address, remote address, state, ..., inode.  1 is ESTABLISHED: the
+    # listening socket must be left alone.
+    suffix = f":{port:04X}"
+    wanted = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(suffix) and row[3] == "01"}
+    for name in os.listdir("/proc/self/fd") if wanted else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") in wanted:
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)

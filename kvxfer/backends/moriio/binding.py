@@ -7,18 +7,30 @@ do not, so they must find nothing to wait for (see ``Engine.open_session``).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvxfer.backends.moriio.config import MoriioConfig, PollMode, apply_environment
+from kvxfer.backends.moriio.address import hang_up
+from kvxfer.backends.moriio.config import MoriioConfig
+from kvxfer.backends.moriio.environment import environment_for
 from kvxfer.core.memory import MemoryKind
-from kvxfer.core.verdict import EngineError, Op
-from kvxfer.errors import HandshakeError, MissingDependencyError, TransportError, WireError
+from kvxfer.core.verdict import EngineError
+from kvxfer.errors import (
+    ConfigError,
+    HandshakeError,
+    MissingDependencyError,
+    TransportError,
+    WireError,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvxfer.core.memory import Span
 
 __all__ = [
@@ -27,12 +39,15 @@ __all__ = [
     "PeerFailure",
     "Remote",
     "Session",
-    "Status",
+    "new_status",
     "read_memory",
     "read_remote",
+    "verdict_of",
 ]
 
 BACKEND = "moriio"
+
+_log = logging.getLogger("kvxfer.backends.moriio")
 
 
 @attrs.frozen(kw_only=True)
@@ -69,84 +84,71 @@ class PeerFailure:
     detail: str
 
 
-@attrs.frozen
 class Session:
-    """Moves data between one local and one remote memory. Gone before its engine is."""
+    """Moves data between one local and one remote memory. Dropped before its engine is ended.
 
-    _raw: Any
+    ``read`` and ``write`` take ``(local, remote, size, status, uid)``, the first three as lists
+    of bytes.  They may wait inside the engine; the interpreter lock is free meanwhile.  Of the
+    ``qp_per_transfer`` queue pairs a call uses the one numbered ``uid`` modulo their number.
+    """
 
-    def post(
-        self, op: Op, local: list[int], remote: list[int], size: list[int], status: Status
-    ) -> None:
-        """One engine call. May wait inside the engine; the interpreter lock is free meanwhile."""
-        call = self._raw.BatchRead if op is Op.READ else self._raw.BatchWrite
-        call(local, remote, size, status.raw, self._raw.AllocateTransferUniqueId())
+    __slots__ = ("__weakref__", "read", "write")
+
+    def __init__(self, raw: Any) -> None:
+        self.read: Any = raw.BatchRead
+        self.write: Any = raw.BatchWrite
+
+    def drop(self) -> None:
+        """Let go of the engine's object. Later calls raise ``TypeError``."""
+        self.read = self.write = None
 
 
-class Status:
-    """What the engine writes a call's fate into. Must live until it is over or the engine gone."""
+def new_status() -> Any:
+    """What the engine writes a call's fate into: ``InProgress()``, ``Succeeded()``, ``Code()``,
+    ``Message()``. Must live until the call is over or the engine gone."""
+    return _mori().TransferStatus()
 
-    __slots__ = ("in_progress", "raw")
 
-    def __init__(self) -> None:
-        self.raw: Any = _mori().TransferStatus()
-        self.in_progress = self.raw.InProgress
-        """Callable: whether the engine is still at it."""
-
-    @property
-    def code(self) -> int:
-        return int(self.raw.Code())
-
-    @property
-    def succeeded(self) -> bool:
-        return bool(self.raw.Succeeded())
-
-    @property
-    def message(self) -> str:
-        return str(self.raw.Message())
+def verdict_of(status: Any) -> tuple[int, str]:
+    """Code and message of a call that has failed."""
+    return int(status.Code()), str(status.Message())
 
 
 class Engine:
-    """One IOEngine with its RDMA backend. ``key`` must be unique for ever.
+    """One IOEngine with its backends. ``key`` must be unique for ever.
 
-    Nothing may be inside a call, and no ``Session`` be used afterwards, once ``shut`` is called.
+    ``port`` 0 lets the system choose.  Nothing may be inside a call, and no ``Session`` be used
+    afterwards, once ``shut`` is called.
 
     Raises:
         MissingDependencyError: the wheel is not installed or does not load.
+        ConfigError: the wheel has no such backend.
         TransportError: no RDMA device, or the engine refuses its configuration.
     """
 
-    def __init__(self, key: str, address: str, config: MoriioConfig) -> None:
-        apply_environment(config, os.environ)
+    def __init__(self, key: str, address: str, config: MoriioConfig, *, port: int = 0) -> None:
+        global _engines_made  # noqa: PLW0603 - decides whether the environment may be added to
         mori = _mori()
         self.key = key
-        settings = mori.RdmaBackendConfig(
-            qp_per_transfer=config.qp_per_transfer,
-            post_batch_size=config.post_batch_size,
-            num_worker_threads=1,
-            poll_cq_mode=(
-                mori.PollCqMode.POLLING
-                if config.poll_cq_mode is PollMode.POLLING
-                else mori.PollCqMode.EVENT
-            ),
-            enable_notification=config.enable_notification,
-            notif_per_qp=config.notif_per_qp,
-        )
-        settings.max_send_wr = config.max_send_wr
-        try:
-            # Port 0: the engine exits the process when a port of ours is taken.
-            engine = mori.IOEngine(key, mori.IOEngineConfig(host=address, port=0))
-            engine.CreateBackend(mori.BackendType.RDMA, settings)
-        except RuntimeError as error:
-            raise TransportError(
-                f"the MoRI-IO engine does not start: {error}",
-                next_step="check ibv_devinfo: it needs an RDMA device with an active port",
-                engine=EngineError.of(BACKEND, error),
-            ) from error
+        with environment_for(config, os.environ, first=not _engines_made):
+            _engines_made += 1
+            try:
+                engine = mori.IOEngine(key, mori.IOEngineConfig(host=address, port=port))
+                engine.CreateBackend(mori.BackendType.RDMA, _rdma(mori, config))
+                for name, streams, events in _gpu_backends(config):
+                    _create_gpu_backend(mori, engine, name, streams, events)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"the MoRI-IO engine does not start: {error}",
+                    next_step="check ibv_devinfo: it needs an RDMA device with an active port",
+                    engine=EngineError.of(BACKEND, error),
+                ) from error
         self._raw: Any = engine
-        self._xgmi = os.environ.get("MORI_DISABLE_AUTO_XGMI", "").startswith("0")
+        self._peerless = config.xgmi or config.fabric or _auto_xgmi()
         # Only now: the port is chosen when the backend is created.
-        self.descriptor = bytes(engine.GetEngineDesc().pack())
+        described = engine.GetEngineDesc()
+        self.descriptor = bytes(described.pack())
+        self.port = int(described.port)
 
     def register(self, span: Span) -> Memory:
         mori = _mori()
@@ -180,11 +182,11 @@ class Engine:
             # peer is stopped).  Engine-level calls do not, and open the same session on their way:
             # this one asks for a byte behind the end, is refused before anything is posted, and
             # leaves queue pair and remote keys behind, so that CreateSession finds them.
-            # XGMI, which the engine prefers between GPUs of one node, has no such check and no
-            # peer to wait for.
-            probe = Status()
-            if not (self._xgmi and local.kind is remote.kind is MemoryKind.VRAM):
-                self._raw.Read(local.raw, local.nbytes, remote.raw, remote.nbytes, 1, probe.raw, 0)
+            # XGMI and FABRIC, which the engine prefers between GPUs, have no such check and no peer
+            # to wait for.
+            probe = new_status()
+            if not (self._peerless and local.kind is remote.kind is MemoryKind.VRAM):
+                self._raw.Read(local.raw, local.nbytes, remote.raw, remote.nbytes, 1, probe, 0)
             raw = self._raw.CreateSession(local.raw, remote.raw)
         except RuntimeError as error:
             raise HandshakeError(
@@ -192,10 +194,11 @@ class Engine:
                 engine=EngineError.of(BACKEND, error),
             ) from error
         if raw is None:
+            code, message = verdict_of(probe)
             raise HandshakeError(
                 f"no session with engine {remote.engine_key}: the engine does not know it",
                 next_step="connect to the peer first",
-                engine=EngineError(backend=BACKEND, code=probe.code, message=probe.message),
+                engine=EngineError(backend=BACKEND, code=code, message=message),
             )
         return Session(raw)
 
@@ -214,7 +217,88 @@ class Engine:
 
     def shut(self) -> None:
         """End the engine's threads and free its queue pairs. Idempotent."""
-        self._raw = None
+        hang_up(self.port)
+        with _descriptor_zero_kept():
+            self._raw = None
+
+
+@contextlib.contextmanager
+def _descriptor_zero_kept() -> Iterator[None]:
+    """In EVENT mode an engine closes file descriptor 0, which is not its own, when it ends.
+
+    The interpreter lock is held meanwhile: no Python thread can be given the number.
+    """
+    try:
+        copy = os.dup(0)
+    except OSError:  # none there: then the engine may have got it as its own
+        yield
+        return
+    try:
+        yield
+        try:
+            os.fstat(0)
+        except OSError:
+            os.dup2(copy, 0)
+    finally:
+        os.close(copy)
+
+
+def _rdma(mori: Any, config: MoriioConfig) -> Any:
+    settings = mori.RdmaBackendConfig(
+        qp_per_transfer=config.qp_per_transfer,
+        post_batch_size=config.engine_post_batch_size,
+        num_worker_threads=config.num_worker_threads,
+        poll_cq_mode=mori.PollCqMode.__members__[config.poll_cq_mode.name],
+        enable_notification=config.enable_notification,
+        notif_per_qp=config.notif_per_qp,
+        enable_transfer_chunking=config.enable_transfer_chunking,
+        chunk_bytes=config.chunk_bytes,
+        max_chunks_per_transfer=config.max_chunks_per_transfer,
+        num_nics_per_transfer=config.num_nics_per_transfer,
+    )
+    settings.max_send_wr = config.max_send_wr
+    settings.max_msg_sge = config.max_msg_sge
+    settings.max_cqe_num = config.max_cqe_num
+    return settings
+
+
+def _gpu_backends(config: MoriioConfig) -> list[tuple[str, int, int]]:
+    return [
+        (name, streams, events)
+        for name, wanted, streams, events in (
+            ("FABRIC", config.fabric, config.fabric_num_streams, config.fabric_num_events),
+            ("XGMI", config.xgmi, config.xgmi_num_streams, config.xgmi_num_events),
+        )
+        if wanted
+    ]
+
+
+def _create_gpu_backend(mori: Any, engine: Any, name: str, streams: int, events: int) -> None:
+    """Never run on hardware. The copy kernels are compiled by the wheel, with torch's help."""
+    settings = getattr(mori, f"{name.title()}BackendConfig", None)
+    if settings is None or name not in mori.BackendType.__members__:
+        raise ConfigError(
+            f"this amd-mori has no {name} backend",
+            next_step=f"set {name.lower()}=False, or install a release that has it",
+        )
+    engine.CreateBackend(
+        mori.BackendType.__members__[name], settings(num_streams=streams, num_events=events)
+    )
+    try:
+        if name == "XGMI":
+            from mori.io.scatter_gather_jit import ensure_scatter_gather_kernel
+
+            engine.LoadScatterGatherModule(ensure_scatter_gather_kernel())
+        else:
+            from mori.io.fabric_copy_jit import ensure_fabric_copy_kernel
+
+            engine.LoadFabricCopyModule(ensure_fabric_copy_kernel())
+    except Exception as error:  # noqa: BLE001 - a JIT compiler's; the backend works without
+        _log.warning("the copy kernel of %s is not loaded: %s", name, error)
+
+
+def _auto_xgmi() -> bool:
+    return os.environ.get("MORI_DISABLE_AUTO_XGMI", "").lower() in ("0", "false", "no", "off")
 
 
 def read_remote(data: bytes) -> Remote:
@@ -259,6 +343,7 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 _module: Any = None
+_engines_made = 0
 
 
 def _mori() -> Any:

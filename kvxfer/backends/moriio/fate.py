@@ -1,8 +1,8 @@
 """What a failed status proves: how much of a call was posted, and whether anything can still land.
 
-A pure function of the engine's words.  It holds for calls that the engine makes as one post batch
-on one queue pair: ``MoriioConfig.post_batch_size``, at most ``max_send_wr`` pieces, no chunking, no
-worker threads, and a device whose queues are at least that deep.
+A pure function of the engine's words.  ``atomic`` calls are those that the engine makes as one post
+batch on one queue pair (``MoriioConfig.one_queue_pair_per_call``); of any other a part may have
+been posted before the refusal.
 
 The engine's messages, before `` Hint: ``, as seen with amd-mori 1.2.4 (code 13 unless said):
 
@@ -29,7 +29,7 @@ import attrs
 from kvxfer.core.attempt import Accepted
 from kvxfer.core.verdict import Op
 
-__all__ = ["Fate", "judge"]
+__all__ = ["Fate", "depth_in", "judge"]
 
 INVALID_ARGUMENTS = 11
 BAD_STATE = 14
@@ -38,6 +38,10 @@ COMPLETION_ERRORS = (
     "local length error",
     "local QP operation error",
     "local EE context operation error",
+    "local RDD violation error",
+    "remote invalid RD request",
+    "invalid EE context number",
+    "invalid EE context state",
     "local protection error",
     "Work Request Flushed Error",
     "memory management operation error",
@@ -74,31 +78,44 @@ class Fate:
 
 
 _NOTHING = Fate(accepted=Accepted.NONE, proof="nothing posted")
+_PERHAPS = Fate(accepted=Accepted.UNKNOWN)
 
 
-def judge(op: Op, code: int, message: str, pieces: int) -> Fate:
-    """The fate of one failed engine call of ``pieces`` pieces."""
+def depth_in(message: str) -> int | None:
+    """The depth of the send queue, where the message names it: the device may grant less."""
+    found = _DEPTH.search(message) if message.startswith("SQ ") else None
+    return None if found is None else int(found.group(1))
+
+
+def judge(op: Op, code: int, message: str, work_requests: int, *, atomic: bool = True) -> Fate:
+    """The fate of one failed engine call of so many work requests."""
     text = message.partition(" Hint: ")[0]
+    nothing = _NOTHING if atomic else _PERHAPS
     if code in (INVALID_ARGUMENTS, BAD_STATE):
-        return _NOTHING
+        return nothing
     if "(notify)" in text:
         return Fate(accepted=Accepted.ALL)  # the data goes on, nothing will tell when it is done
     if text.startswith(("SQ full", "SQ request exceeds capacity")):
-        depth = _DEPTH.search(text)
+        depth = depth_in(text)
         # Where the device's queue is smaller than asked for, the call is several post batches.
-        whole = depth is not None and pieces <= int(depth.group(1))
-        return _NOTHING if whole else Fate(accepted=Accepted.UNKNOWN)
+        whole = depth is not None and work_requests <= depth
+        return nothing if whole else _PERHAPS
     if text.startswith("EP is degraded"):
-        return attrs.evolve(_NOTHING, queue_dead=True)
+        return attrs.evolve(nothing, queue_dead=True)
+    if text.startswith("endpoint was failed by a fatal verbs async event; submission rejected"):
+        return attrs.evolve(nothing, queue_dead=True)
+    if text.startswith("endpoint retired by a fatal async event"):
+        return Fate(accepted=Accepted.UNKNOWN, queue_dead=True)
     if text.startswith("ibv_post_send"):
         posted = _POSTED.search(text)
         if posted is not None and posted.group(1) == "0":
-            return _NOTHING
+            return nothing
         # No signalled tail was posted: no completion will ever tell.
         return Fate(accepted=Accepted.UNKNOWN, queue_dead=True)
     if text.startswith(COMPLETION_ERRORS):
         # Bytes of a WRITE that have left may land whatever happened to the queue pair since.
-        proof = QUEUE_PAIR_ERROR if op is Op.READ else ""
+        # Of a call over several queue pairs, one of them in error says nothing of the others.
+        proof = QUEUE_PAIR_ERROR if op is Op.READ and atomic else ""
         return Fate(accepted=Accepted.ALL, proof=proof, queue_dead=True)
     if text.startswith("verbs async event"):
         # The engine fails what is in flight when it hears of the event, not when the queue pair

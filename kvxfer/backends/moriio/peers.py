@@ -1,8 +1,12 @@
-"""Peers and paths of the moriio transport, and what a peer's descriptors must be."""
+"""Peers, paths and memory of the moriio transport, and what a peer's descriptors must be."""
 
 from __future__ import annotations
 
+import struct
+import threading
 from typing import TYPE_CHECKING
+
+import attrs
 
 from kvxfer.backends._background import JobThread
 from kvxfer.backends.moriio.binding import BACKEND, Memory, Remote, read_memory, read_remote
@@ -10,31 +14,90 @@ from kvxfer.core.transport import Path, Peer, PeerInfo, Transport
 from kvxfer.errors import HandshakeError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kvxfer.backends.moriio.posting import Lane
-    from kvxfer.core.memory import Descriptor, Region
+    from kvxfer.backends.moriio.generation import Generation
+    from kvxfer.backends.moriio.lanes import PairLane
+    from kvxfer.core.memory import Descriptor, Region, Span
 
-__all__ = ["MoriioPath", "MoriioPeer", "checked_memory", "checked_remote", "engine_key"]
+__all__ = [
+    "MoriioPath",
+    "MoriioPeer",
+    "RegisteredMemory",
+    "RemoteMemory",
+    "checked_memory",
+    "checked_remote",
+    "engine_key",
+    "pack_memory",
+]
 
 
 class MoriioPeer(Peer):
     def __init__(self, transport: Transport, info: PeerInfo, remote: Remote) -> None:
         super().__init__(transport, info)
         self.remote = remote
+        self.key_prefix = engine_key(info.incarnation)
         self.address = ""
         """Resolved by the job that connects."""
+        self.fencing = False
+        """A fence is under way: nothing may be posted to it."""
         self.thread = JobThread(f"kvxfer-moriio-{info.incarnation[:8]}", backend=BACKEND)
 
 
 class MoriioPath(Path):
-    """``lanes`` has one for each pair, and none once the path is closed."""
+    """``lanes`` has one for each pair, all of one generation, and none once the path is closed."""
 
     def __init__(
-        self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]], lanes: Sequence[Lane]
+        self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]], lanes: Sequence[PairLane]
     ) -> None:
         super().__init__(peer, pairs)
-        self.lanes: tuple[Lane, ...] = tuple(lanes)
+        self.lanes: tuple[PairLane, ...] = ()
+        self.use(lanes)
+
+    def use(self, lanes: Sequence[PairLane]) -> None:
+        """Post through these from now on."""
+        self.queues = tuple(lane.whole.connection.name for lane in lanes)
+        self.lanes = tuple(lanes)
+
+
+class RegisteredMemory:
+    """A span of ours, registered with each engine generation that needs it. Any thread.
+
+    ``Span.views`` are registered once more by themselves: see ``lanes.PairLane``.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[Generation, Memory, dict[int, Memory]]] = {}
+
+    def on(self, generation: Generation) -> tuple[Memory, Mapping[int, Memory]]:
+        """The memory as the engine of ``generation`` knows it, and its views by their offset."""
+        with self._lock:
+            for number, (other, _, _) in tuple(self._known.items()):
+                if other.ended:
+                    del self._known[number]
+            found = self._known.get(generation.number)
+            if found is None:
+                span = self._span
+                whole = generation.register(span)
+                views = {}
+                for offset, nbytes in span.views:
+                    part = attrs.evolve(
+                        span, address=span.address + offset, nbytes=nbytes, views=()
+                    )
+                    views[offset] = generation.register(part)
+                found = self._known[generation.number] = (generation, whole, views)
+            return found[1:]
+
+    def remove(self) -> None:
+        """Deregister it from every engine that still exists."""
+        with self._lock:
+            while self._known:
+                _, (generation, whole, views) = self._known.popitem()
+                if not generation.ended:
+                    for memory in (*views.values(), whole):
+                        generation.deregister(memory)
 
 
 def engine_key(incarnation: str, *, generation: int | None = None) -> str:
@@ -45,40 +108,89 @@ def engine_key(incarnation: str, *, generation: int | None = None) -> str:
     return f"kvxfer-{incarnation}-" + ("" if generation is None else str(generation))
 
 
-def checked_remote(info: PeerInfo) -> Remote:
-    """The engine that ``info`` describes.
+def checked_remote(incarnation: str, data: bytes) -> Remote:
+    """The engine that ``data`` describes.
 
     Raises:
         HandshakeError: malformed, or of another incarnation.
     """
     try:
-        remote = read_remote(info.data)
+        remote = read_remote(data)
     except WireError as error:
         raise HandshakeError(f"the peer's engine descriptor: {error.message}") from error
-    if not remote.key.startswith(engine_key(info.incarnation)):
+    if not remote.key.startswith(engine_key(incarnation)):
         raise HandshakeError(
-            f"engine {remote.key} is not of incarnation {info.incarnation}",
+            f"engine {remote.key} is not of incarnation {incarnation}",
             next_step="fetch the peer's current PeerInfo",
         )
     return remote
 
 
-def checked_memory(remote: Remote, descriptor: Descriptor) -> Memory:
-    """The engine's form of ``descriptor``, if it is what the descriptor says.
+_HEAD = struct.Struct("<4sIII")
+_VIEW = struct.Struct("<QI")
+_MAGIC = b"KVM1"
+MAX_VIEWS = 65536
+
+
+def pack_memory(engine: bytes, memory: bytes, views: Mapping[int, bytes]) -> bytes:
+    """What a descriptor carries: the engine to ask, and its names for the memory and its views."""
+    head = _HEAD.pack(_MAGIC, len(engine), len(memory), len(views))
+    tail = [_VIEW.pack(offset, len(view)) + view for offset, view in views.items()]
+    return b"".join((head, engine, memory, *tail))
+
+
+@attrs.frozen(kw_only=True)
+class RemoteMemory:
+    """A peer's memory: its engine, the whole, and stretches registered by themselves, by offset."""
+
+    remote: Remote
+    whole: Memory
+    views: Mapping[int, Memory]
+
+
+def checked_memory(incarnation: str, descriptor: Descriptor) -> RemoteMemory:
+    """The engine's form of ``descriptor``.
 
     Raises:
-        HandshakeError: malformed, of another engine, or of another size or kind.
+        HandshakeError: malformed, of another incarnation, or of another size or kind.
     """
+    where = f"descriptor {descriptor.region_id}"
     try:
-        memory = read_memory(descriptor.data)
-    except WireError as error:
-        raise HandshakeError(f"descriptor {descriptor.region_id}: {error.message}") from error
+        engine, memory, packed = _unpack(descriptor.data)
+        remote = checked_remote(incarnation, engine)
+        whole = read_memory(memory)
+        views = {offset: read_memory(data) for offset, data in packed}
+    except (HandshakeError, WireError) as error:
+        raise HandshakeError(f"{where}: {error.message}") from error
     said = (remote.key, descriptor.nbytes, descriptor.kind)
-    found = (memory.engine_key, memory.nbytes, memory.kind)
+    found = (whole.engine_key, whole.nbytes, whole.kind)
     if said != found:
         raise HandshakeError(
-            f"descriptor {descriptor.region_id} says (engine, bytes, kind) = {said}, "
-            f"its data says {found}",
+            f"{where} says (engine, bytes, kind) = {said}, its data says {found}",
             next_step="fetch the peer's current descriptors",
         )
-    return memory
+    for offset, view in views.items():
+        inside = offset + view.nbytes <= whole.nbytes
+        if not inside or (view.engine_key, view.kind) != (whole.engine_key, whole.kind):
+            raise HandshakeError(f"{where} has a view at byte {offset} that is no part of it")
+    return RemoteMemory(remote=remote, whole=whole, views=views)
+
+
+def _unpack(data: bytes) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
+    try:
+        magic, engine, memory, count = _HEAD.unpack_from(data)
+        if magic != _MAGIC or count > MAX_VIEWS:
+            raise WireError(f"{len(data)} bytes are no memory of a moriio transport")
+        start = _HEAD.size + engine
+        end = start + memory
+        views = []
+        at = end
+        for _ in range(count):
+            offset, length = _VIEW.unpack_from(data, at)
+            at += _VIEW.size + length
+            views.append((offset, data[at - length : at]))
+    except struct.error as error:
+        raise WireError(f"{len(data)} bytes are no memory of a moriio transport") from error
+    if at != len(data):
+        raise WireError(f"{len(data)} bytes, of which {at} are the memory of a moriio transport")
+    return data[_HEAD.size : start], data[start:end], views

@@ -3,94 +3,104 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import TYPE_CHECKING
 
-import attrs
-
-from kvxfer.backends.moriio.binding import BACKEND, Session, Status
-from kvxfer.backends.moriio.calls import LATER_COMPLETION, Call, Group, Plan, SendQueue
-from kvxfer.backends.moriio.fate import judge
+from kvxfer.backends.moriio.binding import BACKEND, new_status, verdict_of
+from kvxfer.backends.moriio.calls import LATER_COMPLETION, Call, Group
+from kvxfer.backends.moriio.fate import depth_in, judge
+from kvxfer.backends.moriio.generation import GenerationEnded
 from kvxfer.core.attempt import Accepted, Attempt
-from kvxfer.core.verdict import EngineError
+from kvxfer.core.verdict import EngineError, Op
 from kvxfer.errors import BackpressureError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from kvxfer.backends._background import Gate
+    from kvxfer.backends.moriio.binding import Session
+    from kvxfer.backends.moriio.generation import Generation
+    from kvxfer.backends.moriio.plan import Plan
+    from kvxfer.backends.moriio.queues import Connection, SendQueue
 
-__all__ = ["Lane", "Poster", "check_alive"]
+__all__ = ["Poster", "check_alive"]
 
 FLUSHED = "Work Request Flushed Error"
 
 
-@attrs.frozen
-class Lane:
-    """What one pair of a path posts through."""
-
-    session: Session
-    queue: SendQueue
-
-
-def check_alive(queue: SendQueue) -> None:
-    """Refuse to feed a queue pair that is in error.
+def check_alive(connection: Connection) -> None:
+    """Refuse to feed queue pairs that are all in error.
 
     Raises:
-        TransportError: with what killed it.
+        TransportError: with what killed them.
     """
-    if queue.dead is not None:
+    dead = connection.dead
+    if dead is not None:
         raise TransportError(
-            f"the queue pair to the peer is dead since: {queue.dead.message}",
-            next_step="the peer is reachable again under a new incarnation of either side",
-            engine=queue.dead,
+            f"the queue pair to the peer is dead since: {dead.message}",
+            next_step="prepare a new path: it gets queue pairs of a new engine generation",
+            engine=dead,
         )
 
 
 class Poster:
-    """``post`` may run on several threads at once, ``advance`` on one.
+    """``post`` may run on several threads at once, everything else on the progress thread.
 
     ``report`` is called with every attempt that changed.  ``root_cause`` is asked what really
-    happened to the peer of an attempt whose call was flushed.
+    happened to the peer of a call that was flushed.
     """
 
     def __init__(
         self,
-        gate: Gate,
         *,
+        queue_pairs: int,
+        atomic: bool,
         own_admission: bool,
+        extra: int,
         report: Callable[[Attempt], None],
-        root_cause: Callable[[Attempt], str],
+        root_cause: Callable[[Call], str],
     ) -> None:
-        self._gate = gate
+        self._queue_pairs = queue_pairs
+        self._atomic = atomic
         self._own_admission = own_admission
+        self._extra = extra
         self._report = report
         self._root_cause = root_cause
+        self._uids = itertools.count(1)
         self._published: collections.deque[Group] = collections.deque()
         self._pending: list[Call] = []
+        self._doubtful: dict[Call, None] = {}
 
     # ---- on the posting thread -------------------------------------------------------------
 
-    def post(self, attempt: Attempt, lanes: Sequence[Lane], plan: Plan) -> None:
+    def post(self, attempt: Attempt, plan: Plan) -> None:
         """Make the engine calls of ``plan``.
 
         Raises:
             BackpressureError, TransportError: the engine has taken nothing of the attempt.
         """
-        for pair, *_ in plan:
-            check_alive(lanes[pair].queue)
-        self._reserve(lanes, plan)
+        plan, queues = self._reserve(plan)
         group = Group(attempt)
         refusal: EngineError | None = None
         taken = 0
-        with self._gate:
-            for pair, local, remote, size in plan:
-                refusal = self._call(group, lanes[pair], local, remote, size)
+        generation = plan[0][0].connection.generation
+        inside = generation.posting
+        inside.add(group)
+        try:
+            if generation.leaving:
+                raise GenerationEnded(generation.number)
+            for (lane, local, remote, size, count), queue in zip(plan, queues, strict=True):
+                call = Call(group, lane.connection, queue, count, new_status())
+                refusal = self._call(call, lane.session, local, remote, size)
                 if refusal is not None:
                     break
                 taken += 1
                 if group.stopped:
                     break
-        _release(lanes, plan[taken:])
+        finally:
+            inside.discard(group)
+            if taken < len(plan):
+                for entry, queue in zip(plan[taken:], queues[taken:], strict=True):
+                    queue.release(entry[4])
         group.whole = taken == len(plan)
         if refusal is not None:
             if not taken:
@@ -98,45 +108,89 @@ class Poster:
             group.failed(refusal, Accepted.NONE)
         self._published.append(group)
 
-    def _reserve(self, lanes: Sequence[Lane], plan: Plan) -> None:
-        """Take room in the send queues for every call, or for none."""
-        for i, (pair, _, _, size) in enumerate(plan):
-            queue = lanes[pair].queue
-            if not queue.reserve(len(size), force=not self._own_admission):
-                _release(lanes, plan[:i])
-                raise BackpressureError(
-                    f"{queue.in_flight} of {queue.depth} places in the send queue are taken, "
-                    f"{len(size)} more are needed",
-                    engine=EngineError(backend=BACKEND, message="own admission: send queue full"),
-                )
+    def _reserve(self, plan: Plan) -> tuple[Plan, list[SendQueue]]:
+        """Take room in the send queues for every call, or for none.
+
+        A call that no single queue has room for is cut into several, where all of them together
+        have it: the plan that is returned.
+        """
+        queues: list[SendQueue] = []
+        final: Plan = []
+        for entry in plan:
+            connection, count = entry[0].connection, entry[4]
+            queue = connection.reserve(count, force=not self._own_admission)
+            if queue is not None and queue.dead is None:
+                queues.append(queue)
+                final.append(entry)
+                continue
+            if queue is not None:
+                queue.release(count)
+            parts = connection.reserve_parts(len(entry[3]), self._extra)
+            if not parts:
+                for earlier, reserved in zip(final, queues, strict=True):
+                    reserved.release(earlier[4])
+                raise self._no_room(connection, plan)
+            start = 0
+            for part_queue, pieces in parts:
+                lane, *vectors, _ = entry
+                local, remote, size = (v[start : start + pieces] for v in vectors)
+                queues.append(part_queue)
+                final.append((lane, local, remote, size, pieces + self._extra))
+                start += pieces
+        return final, queues
+
+    def _no_room(self, connection: Connection, plan: Plan) -> TransportError:
+        check_alive(connection)
+        taken, depth = connection.room
+        needed = sum(entry[4] for entry in plan if entry[0].connection is connection)
+        if needed > depth:
+            return TransportError(
+                f"{needed} work requests are more than the {depth} that the send queues take",
+                next_step="cut the batch",
+                engine=EngineError(
+                    backend=BACKEND,
+                    message=f"own admission: request exceeds capacity, max={depth}",
+                ),
+            )
+        return BackpressureError(
+            f"{taken} of {depth} places in the send queue are taken, {needed} more are needed",
+            engine=EngineError(backend=BACKEND, message="own admission: send queue full"),
+        )
 
     def _call(
-        self, group: Group, lane: Lane, local: list[int], remote: list[int], size: list[int]
+        self, call: Call, session: Session, local: list[int], remote: list[int], size: list[int]
     ) -> EngineError | None:
         """Make one engine call. Returns the engine's words if it took nothing of it."""
+        group, queue = call.group, call.queue
         op = group.attempt.op
-        call = Call(group, lane.queue, len(size), Status())
+        # The engine takes the queue pair from the number: one of this call's own choice.
+        uid = next(self._uids) * self._queue_pairs + queue.index
+        post = session.read if op is Op.READ else session.write
         try:
-            lane.session.post(op, local, remote, size, call.status)
+            post(local, remote, size, call.status, uid)
         except TypeError as error:  # pybind11 did not even call the engine
             return EngineError.of(BACKEND, error)
         except Exception as error:  # noqa: BLE001 - never seen; it may be half posted
             group.failed(EngineError.of(BACKEND, error), Accepted.UNKNOWN)
             group.unproven += 1
-            lane.queue.posted(call)
-            lane.queue.doubt(call)
+            queue.posted(call)
+            self._doubt(call)
             return None
-        lane.queue.posted(call)
-        if not call.status.in_progress() and not call.status.succeeded:
-            code, message = call.status.code, call.status.message
-            fate = judge(op, code, message, call.pieces)
+        queue.posted(call)
+        group.calls.append(call)
+        if not call.status.InProgress() and not call.status.Succeeded():
+            code, message = verdict_of(call.status)
+            fate = judge(op, code, message, call.work_requests, atomic=self._atomic)
+            granted = depth_in(message)
+            if granted is not None:
+                call.connection.depth = min(call.connection.depth, granted)
             if fate.accepted is Accepted.NONE:
                 refusal = EngineError(backend=BACKEND, code=code, message=message)
                 if fate.queue_dead:
-                    lane.queue.dead = refusal
+                    queue.dead = refusal
+                group.calls.pop()
                 return refusal
             group.stopped = True  # ``advance`` settles it
-        group.calls.append(call)
         return None
 
     def _refused(self, attempt: Attempt, refusal: EngineError) -> TransportError:
@@ -151,18 +205,21 @@ class Poster:
 
     def advance(self, budget: int) -> None:
         """Settle at most ``budget`` calls that are over. Costs a look at each that is not."""
-        while self._published:
-            group = self._published.popleft()
+        published = self._published
+        while published:
+            group = published.popleft()
             self._pending.extend(group.calls)
             if group.failure is not None:
                 self._settle(group, "")
+        if not self._pending:
+            return
         still: list[Call] = []
         settled = 0
         for i, call in enumerate(self._pending):
             if settled >= budget:
                 still.extend(self._pending[i:])
                 break
-            if call.status.in_progress():
+            if call.status.InProgress():
                 still.append(call)
             else:
                 settled += 1
@@ -174,29 +231,57 @@ class Poster:
         self.advance(len(self._pending) + sum(len(g.calls) for g in tuple(self._published)))
         return self._pending
 
+    def ended(self, generation: Generation) -> None:
+        """The engine of ``generation`` is gone.
+
+        Without queue pairs nothing lands here any more.  What a WRITE has sent may land there.
+        """
+        self.finish()
+        proof = f"engine generation {generation.number} ended"
+        error = EngineError(backend=BACKEND, message=f"{proof} before the call did")
+        mine = [c for c in self._pending if c.connection.generation is generation]
+        self._pending = [c for c in self._pending if c.connection.generation is not generation]
+        for call in mine:
+            group = call.group
+            group.calls.remove(call)
+            group.failed(error, Accepted.UNKNOWN)
+            if group.attempt.op is Op.WRITE:
+                group.unproven += 1
+            self._settle(group, "" if group.attempt.op is Op.WRITE else proof)
+        for call in [c for c in self._doubtful if c.connection.generation is generation]:
+            del self._doubtful[call]
+            if call.group.attempt.op is Op.READ:
+                call.group.unproven -= 1
+                self._settle(call.group, proof)
+
     def _over(self, call: Call) -> None:
         group = call.group
         group.calls.remove(call)
-        if call.status.succeeded:
-            call.queue.release(call.pieces)
+        if call.status.Succeeded():
+            call.queue.release(call.work_requests)
             self._settle(group, "completion")
             for doubtful in call.queue.proven_by(call):
-                doubtful.queue.release(doubtful.pieces)
+                doubtful.queue.release(doubtful.work_requests)
+                self._doubtful.pop(doubtful, None)
                 doubtful.group.unproven -= 1
                 self._settle(doubtful.group, LATER_COMPLETION)
             return
-        code, message = call.status.code, call.status.message
-        fate = judge(group.attempt.op, code, message, call.pieces)
+        code, message = verdict_of(call.status)
+        fate = judge(group.attempt.op, code, message, call.work_requests, atomic=self._atomic)
         error = self._explain(call, code, message)
         if fate.queue_dead and call.queue.dead is None:
             call.queue.dead = error
         group.failed(error, fate.accepted)
         if fate.proof:
-            call.queue.release(call.pieces)
+            call.queue.release(call.work_requests)
         else:
             group.unproven += 1
-            call.queue.doubt(call)
+            self._doubt(call)
         self._settle(group, fate.proof)
+
+    def _doubt(self, call: Call) -> None:
+        call.queue.doubt(call)
+        self._doubtful[call] = None
 
     def _settle(self, group: Group, proof: str) -> None:
         if group.settle(proof):
@@ -204,15 +289,10 @@ class Poster:
 
     def _explain(self, call: Call, code: int, message: str) -> EngineError:
         """The engine's words, with the root cause where the status shows its consequence only."""
-        cause = self._root_cause(call.group.attempt)
+        cause = self._root_cause(call)
         if message.startswith(FLUSHED):
             if cause:
                 message = f"{cause}; status: {message}"
             elif call.queue.dead is not None:
                 return call.queue.dead
         return EngineError(backend=BACKEND, code=code, message=message)
-
-
-def _release(lanes: Sequence[Lane], plan: Plan) -> None:
-    for pair, _, _, size in plan:
-        lanes[pair].queue.release(len(size))

@@ -2,59 +2,67 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
-import threading
+import time
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from kvxfer.backends._background import Gate
-from kvxfer.backends.moriio import address
-from kvxfer.backends.moriio.binding import BACKEND, Engine, Memory
-from kvxfer.backends.moriio.calls import SendQueue, by_pair
-from kvxfer.backends.moriio.config import MoriioConfig, effective
+from kvxfer.backends.moriio import address, rehearsal
+from kvxfer.backends.moriio.binding import BACKEND, Engine
+from kvxfer.backends.moriio.calls import Call
+from kvxfer.backends.moriio.config import MoriioConfig
+from kvxfer.backends.moriio.environment import effective
+from kvxfer.backends.moriio.generation import Generation, GenerationEnded
+from kvxfer.backends.moriio.generations import Generations
+from kvxfer.backends.moriio.lanes import Lane, PairLane
 from kvxfer.backends.moriio.peers import (
     MoriioPath,
     MoriioPeer,
+    RegisteredMemory,
+    RemoteMemory,
     checked_memory,
     checked_remote,
     engine_key,
+    pack_memory,
 )
-from kvxfer.backends.moriio.posting import Lane, Poster, check_alive
+from kvxfer.backends.moriio.plan import Counting, plan_of
+from kvxfer.backends.moriio.posting import Poster, check_alive
 from kvxfer.core.capabilities import Capabilities, DataPathAuth, FenceScope, Visibility
 from kvxfer.core.memory import Descriptor, MemoryKind, Region
-from kvxfer.core.pollable import Pollable, Ready
+from kvxfer.core.pollable import Deferred, Pollable, Ready
 from kvxfer.core.transport import Fence, Path, Peer, PeerInfo, Transport
-from kvxfer.core.verdict import Op
+from kvxfer.core.verdict import EngineError, Op
 from kvxfer.errors import (
     ClosedError,
     HandshakeError,
     InvalidInputError,
+    KvxferError,
     StaleError,
+    TransportError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvxfer.backends.moriio.binding import Remote
+    from kvxfer.backends.moriio.binding import Memory, Remote
     from kvxfer.core.attempt import Attempt
     from kvxfer.core.memory import Span
 
 __all__ = ["MoriioTransport"]
 
 ENGINE_CLOSED = "engine closed"
-NO_PEER_FENCE = (
-    "MoRI-IO has no fence per peer: it cannot end one peer's queue pairs. Closing the transport "
-    "ends them all"
+NO_FENCE_BY_DISCONNECT = (
+    "MoRI-IO cannot end one peer's queue pairs: fence the peer, which replaces the engine, or close"
 )
-
-_QueueKey = tuple[str, tuple[int, int, int], tuple[int, int, int]]
 
 _abandoned: list[object] = []
 """What threads that never came back may still touch: kept for the life of the process."""
 
 
 class MoriioTransport(Transport):
-    """One MoRI-IO engine with its RDMA backend.
+    """One MoRI-IO engine, and for a while two.
 
     The engine listens on an OS-chosen port of ``config.host`` from construction on, and its own
     threads keep about one core busy until ``close``.  ``connect`` and ``prepare`` work on a thread
@@ -65,8 +73,11 @@ class MoriioTransport(Transport):
     an earlier one was posted, the attempt is FAILED with ``accepted=UNKNOWN``, and drained once the
     posted calls are over.
 
-    A queue pair that has failed is dead for its two engines: posts and paths to that peer are
-    refused until either side comes back under a new incarnation.
+    A queue pair that has failed is dead for its two engines.  The next ``prepare`` to that peer
+    makes a new engine generation beside the old one.  Open paths of healthy peers move over by
+    themselves; the old engine is ended ``generation_linger_s`` later.  ``local_info`` and
+    ``descriptor`` then name the new one, and ``revision`` rises: peers must be told in that time.
+    ``fence`` rests on the same: it is done when the old engine is gone.
 
     Raises:
         ConfigError: a setting, or an environment variable that overrides one.
@@ -75,35 +86,46 @@ class MoriioTransport(Transport):
     """
 
     name: ClassVar[str] = BACKEND
+    config_type: ClassVar[type[MoriioConfig]] = MoriioConfig
 
     def __init__(
         self, config: MoriioConfig | None = None, *, incarnation: str | None = None
     ) -> None:
         super().__init__(incarnation=incarnation)
         self.config = effective(config or MoriioConfig(), os.environ)
-        host = address.local_ipv4(self.config.host)
-        self._engine = Engine(engine_key(self.incarnation, generation=1), host, self.config)
-        self._gate = Gate(self.name)
+        self._host = address.local_ipv4(self.config.host)
+        self._counting = Counting.of(self.config)
+        self._peers: set[MoriioPeer] = set()
+        self._region_ids = itertools.count()
+        self._root_causes: dict[str, str] = {}
+        self._fences: collections.deque[tuple[int, MoriioPeer, Deferred[Fence]]] = (
+            collections.deque()
+        )
+        self._generations = Generations(
+            self._make_generation,
+            linger=self.config.generation_linger_s,
+            drain=self.config.generation_drain_s,
+            switched=self._move_to,
+        )
+        atomic = self.config.one_queue_pair_per_call
+        most = max(self.config.max_send_wr - self._counting.extra, 1)
         self._poster = Poster(
-            self._gate,
+            queue_pairs=self.config.qp_per_transfer,
+            atomic=atomic,
             own_admission=self.config.own_admission,
+            extra=self._counting.extra,
             report=self._report,
             root_cause=self._root_cause,
         )
-        self._region_ids = itertools.count()
-        self._peers: set[MoriioPeer] = set()
-        self._roster = threading.Lock()  # keeps add_remote and remove_remote of one key in order
-        self._queues: dict[_QueueKey, SendQueue] = {}
-        self._root_causes: dict[str, str] = {}
         self._capabilities = Capabilities(
             ops=frozenset((op, a, b) for op in Op for a in MemoryKind for b in MemoryKind),
             # A READ is visible; a WRITE is acknowledged by the peer's NIC, and this is one value.
             visibility=Visibility.ACKED,
             read_visibility=Visibility.VISIBLE,
             fence=FenceScope.ENGINE,
-            max_pieces=self.config.max_send_wr,
+            max_pieces=most,
             max_nbytes=self.config.max_post_nbytes,
-            credits=self.config.max_send_wr,
+            credits=most * (self.config.qp_per_transfer if atomic else 1),
             # Not of one piece in a single-pair path, but of several pairs the later may be refused.
             atomic_refusal=False,
             may_block_in_post=True,
@@ -115,39 +137,96 @@ class MoriioTransport(Transport):
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    @property
+    def generation(self) -> int:
+        """The number of the engine that new paths use, from 1."""
+        return self._generations.current.number
+
     def local_info(self) -> PeerInfo:
         return PeerInfo(
-            transport=self.name, incarnation=self.incarnation, data=self._engine.descriptor
+            transport=self.name,
+            incarnation=self.incarnation,
+            data=self._generations.current.engine.descriptor,
         )
+
+    # ---- generations -----------------------------------------------------------------------
+
+    def _make_generation(self, number: int) -> Generation:
+        port = self.config.port
+        if port:
+            port += (number - 1) % 2  # the predecessor still has the other one
+            rehearsal.rehearse_port(self._host, port)
+        key = engine_key(self.incarnation, generation=number)
+        engine = Engine(key, self._host, self.config, port=port)
+        generation = Generation(number, engine, self.config)
+        for region in tuple(self._registered):
+            _memory_of(region).on(generation)
+        return generation
+
+    def _move_to(self, fresh: Generation) -> None:
+        """Give the open paths of every peer queue pairs of the new engine."""
+        self.revision += 1
+        for peer in tuple(self._peers):
+            if not peer.fencing:
+                for path in tuple(peer.paths):
+                    peer.thread.submit(partial(self._move, peer, path, fresh))
+
+    def _move(self, peer: MoriioPeer, path: Path, fresh: Generation) -> None:
+        assert isinstance(path, MoriioPath)
+        lanes = path.lanes
+        if not lanes or lanes[0].whole.connection.generation.number >= fresh.number:
+            return
+        # What fails here fails again, and is told, when the path is prepared anew.
+        theirs = _theirs(peer, path.pairs)
+        self._reach_all(theirs)
+        moved = self._lanes(peer, fresh, path.pairs, theirs)
+        if not path.closed:
+            path.use(moved)
 
     # ---- memory ----------------------------------------------------------------------------
 
     def _register(self, span: Span) -> Region:
-        with self._gate:
-            memory = self._engine.register(span)
-        return Region(
-            span=span,
-            descriptor=Descriptor(
-                transport=self.name,
-                incarnation=self.incarnation,
-                region_id=next(self._region_ids),
-                nbytes=span.nbytes,
-                kind=span.kind,
-                device=span.device,
-                data=memory.pack(),
-            ),
-            handle=memory,
+        if self.config.rehearse:
+            rehearsal.rehearse_registration(self._host, span, self.config)
+        memory = RegisteredMemory(span)
+        region_id = next(self._region_ids)
+        return Region(span=span, descriptor=self._describe(span, memory, region_id), handle=memory)
+
+    def _describe(self, span: Span, memory: RegisteredMemory, region_id: int) -> Descriptor:
+        while True:
+            generation = self._generations.current
+            try:
+                whole, views = memory.on(generation)
+                data = pack_memory(
+                    generation.engine.descriptor,
+                    whole.pack(),
+                    {offset: view.pack() for offset, view in views.items()},
+                )
+                break
+            except GenerationEnded:
+                if self.closed or generation is self._generations.current:
+                    raise
+        return Descriptor(
+            transport=self.name,
+            incarnation=self.incarnation,
+            region_id=region_id,
+            nbytes=span.nbytes,
+            kind=span.kind,
+            device=span.device,
+            data=data,
         )
 
+    def descriptor(self, region: Region) -> Descriptor:
+        return self._describe(region.span, _memory_of(region), region.descriptor.region_id)
+
     def _deregister(self, region: Region) -> None:
-        with self._gate:
-            self._engine.deregister(_memory_of(region))
+        _memory_of(region).remove()
 
     # ---- peers and paths -------------------------------------------------------------------
 
     def _connect(self, info: PeerInfo) -> Pollable[Peer]:
         try:
-            remote = checked_remote(info)
+            remote = checked_remote(info.incarnation, info.data)
         except HandshakeError as error:
             return Ready(error=error)
         peer = MoriioPeer(self, info, remote)
@@ -155,7 +234,8 @@ class MoriioTransport(Transport):
 
         def connect() -> Peer:
             try:
-                self._reach(peer)
+                peer.address = self._reach(remote)
+                self._generations.current.add_remote(remote)
             except BaseException:
                 self._peers.discard(peer)
                 peer.thread.stop()
@@ -164,24 +244,23 @@ class MoriioTransport(Transport):
 
         return peer.thread.submit(connect)
 
-    def _reach(self, peer: MoriioPeer) -> None:
+    def _reach(self, remote: Remote) -> str:
+        """The address of a peer's engine, after it has taken a TCP connection."""
         try:
-            peer.address = address.resolve_ipv4(peer.remote.host)
+            where = address.resolve_ipv4(remote.host)
         except InvalidInputError as error:
             raise HandshakeError(
                 f"the peer advertises a host this engine cannot dial: {error.message}",
                 next_step=error.next_step,
             ) from error
-        address.probe(peer.address, peer.remote.port, self.config.connect_timeout_s)
-        with self._gate, self._roster:
-            self._engine.add_remote(peer.remote)
+        address.probe(where, remote.port, self.config.connect_timeout_s)
+        return where
 
     def _prepare(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> Pollable[Path]:
         assert isinstance(peer, MoriioPeer)
 
         def prepare() -> Path:
-            address.probe(peer.address, peer.remote.port, self.config.connect_timeout_s)
-            path = MoriioPath(peer, pairs, [self._lane(peer, r, d) for r, d in pairs])
+            path = MoriioPath(peer, pairs, self._prepared_lanes(peer, pairs))
             if peer.closed:  # in the meantime, and without seeing this path
                 path.close()
                 raise ClosedError(f"{peer!r} was closed")
@@ -189,17 +268,60 @@ class MoriioTransport(Transport):
 
         return peer.thread.submit(prepare)
 
-    def _lane(self, peer: MoriioPeer, region: Region, descriptor: Descriptor) -> Lane:
-        self._require_registered(region)
-        local, remote = _memory_of(region), checked_memory(peer.remote, descriptor)
-        with self._gate:
-            session = self._engine.open_session(local, remote)
-        queue = self._queues.setdefault(
-            (peer.remote.key, local.place, remote.place),
-            SendQueue(self.config.max_send_wr, ordered=self.config.qp_per_transfer == 1),
-        )
-        check_alive(queue)
-        return Lane(session, queue)
+    def _prepared_lanes(
+        self, peer: MoriioPeer, pairs: Sequence[tuple[Region, Descriptor]]
+    ) -> tuple[PairLane, ...]:
+        generation = self._generations.current
+        theirs = _theirs(peer, pairs)
+        while True:
+            self._reach_all(theirs)
+            # Only now: for a peer that is not there no engine is made.
+            if generation.degraded(memory.remote.key for memory in theirs) is not None:
+                config = self.config
+                patience = config.generation_linger_s + config.generation_drain_s
+                generation = self._generations.after(generation, patience)
+            try:
+                return self._lanes(peer, generation, pairs, theirs)
+            except GenerationEnded:
+                if self.closed or generation is self._generations.current:
+                    raise
+                generation = self._generations.current
+
+    def _reach_all(self, theirs: Sequence[RemoteMemory]) -> None:
+        for remote in {memory.remote.key: memory.remote for memory in theirs}.values():
+            self._reach(remote)
+
+    def _lanes(
+        self,
+        peer: MoriioPeer,
+        generation: Generation,
+        pairs: Sequence[tuple[Region, Descriptor]],
+        theirs: Sequence[RemoteMemory],
+    ) -> tuple[PairLane, ...]:
+        """Sessions for all pairs. Waits for the peers' engines, which have just been reached."""
+        lanes = []
+        for (region, _), there in zip(pairs, theirs, strict=True):
+            self._require_registered(region)
+            key = there.remote.key
+            generation.add_remote(there.remote)
+            whole, views = _memory_of(region).on(generation)
+
+            def open_lane(here: Memory, far: Memory, key: str = key) -> Lane:
+                session = generation.open_session(here, far)
+                return Lane(session, generation.connection(key, here.place, far.place))
+
+            lane = open_lane(whole, there.whole)
+            check_alive(lane.connection)
+            lanes.append(
+                PairLane(
+                    lane,
+                    here={0: whole, **views},
+                    there={0: there.whole, **there.views},
+                    open_lane=open_lane,
+                    later=peer.thread.submit,
+                )
+            )
+        return tuple(lanes)
 
     def _close_path(self, path: Path) -> None:
         assert isinstance(path, MoriioPath)
@@ -208,70 +330,130 @@ class MoriioTransport(Transport):
     def _disconnect(self, peer: Peer) -> Pollable[Fence]:
         assert isinstance(peer, MoriioPeer)
         self._peers.discard(peer)
-        peer.thread.stop(lambda: self._forget(peer.remote))
-        return Ready(Fence(done=False, reason=NO_PEER_FENCE))
+        peer.thread.stop(lambda: self._forget(peer))
+        return Ready(Fence(done=False, reason=NO_FENCE_BY_DISCONNECT))
 
-    def _forget(self, remote: Remote) -> None:
-        with self._gate, self._roster:
-            if any(p.remote.key == remote.key for p in tuple(self._peers)):
-                return
-            self._engine.remove_remote(remote)
-        self._root_causes.pop(remote.key, None)
-        for key in tuple(self._queues):
-            if key[0] == remote.key:
-                self._queues.pop(key, None)
+    def _forget(self, peer: MoriioPeer) -> None:
+        if any(p.key_prefix == peer.key_prefix for p in tuple(self._peers)):
+            return
+        for generation in self._generations.live:
+            generation.remove_remotes(peer.key_prefix)
+        for key in [k for k in tuple(self._root_causes) if k.startswith(peer.key_prefix)]:
+            self._root_causes.pop(key, None)
+
+    # ---- fences ----------------------------------------------------------------------------
 
     def _fence(self, peer: Peer) -> Pollable[Fence]:
-        return Ready(Fence(done=False, reason=NO_PEER_FENCE))
+        """Replace the engine. Done once every engine that could reach that peer is gone."""
+        assert isinstance(peer, MoriioPeer)
+        peer.fencing = True
+        for generation in self._generations.live:
+            generation.forsake(peer.key_prefix)
+        answer: Deferred[Fence] = Deferred()
+        self._fences.append((self._generations.fence(), peer, answer))
+        return answer
+
+    def _settle_ended(self) -> None:
+        """Draw the conclusions from engines that are gone."""
+        generations = self._generations
+        while generations.ended:
+            generation = generations.ended.popleft()
+            self._poster.ended(generation)
+            self._answer_fences(generation.number, None)
+        while generations.failed_fences:
+            self._answer_fences(*generations.failed_fences.popleft())
+
+    def _answer_fences(self, number: int, failure: KvxferError | None) -> None:
+        for fence in tuple(self._fences):
+            wanted, peer, answer = fence
+            if wanted > number:
+                continue
+            self._fences.remove(fence)
+            peer.fencing = False
+            if failure is not None:
+                reason = f"no engine could be made to replace this one: {failure}"
+                answer.resolve(Fence(done=False, reason=reason))
+                continue
+            left = sum(
+                not a.drained for path in self._paths_of(peer) for a in tuple(path.undrained)
+            )
+            reason = f"what {left} attempts have sent may still land at the peer" if left else ""
+            # Its keys to our memory died with the engine: nothing of the peer lands here.
+            answer.resolve(Fence(done=not left, reason=reason))
 
     # ---- attempts --------------------------------------------------------------------------
 
     def _post(self, attempt: Attempt) -> None:
         path = attempt.path
         assert isinstance(path, MoriioPath)
-        lanes = path.lanes
-        if not lanes:
-            raise StaleError(f"the path to {path.peer!r} is closed", next_step="prepare a new one")
-        self._poster.post(attempt, lanes, by_pair(attempt.batch, len(path.pairs)))
+        while True:
+            lanes = path.lanes
+            if not lanes:
+                raise StaleError(
+                    f"the path to {path.peer!r} is closed", next_step="prepare a new one"
+                )
+            assert isinstance(path.peer, MoriioPeer)
+            if path.peer.fencing:
+                message = "the peer is being fenced"
+                raise TransportError(message, engine=EngineError(backend=BACKEND, message=message))
+            try:
+                self._poster.post(attempt, plan_of(attempt.batch, lanes, self._counting))
+                return
+            except GenerationEnded:
+                if lanes is path.lanes:
+                    raise
 
     def _advance(self, budget: int) -> None:
         self._poster.advance(budget)
+        if self._generations.ended or self._generations.failed_fences:
+            self._settle_ended()
 
-    def _root_cause(self, attempt: Attempt) -> str:
-        """Why the peer of ``attempt`` cannot be reached, as far as the engine has told."""
-        known = {peer.remote.key for peer in tuple(self._peers)}
-        for failure in self._engine.pop_failures():
-            if failure.engine_key in known:
+    def _root_cause(self, call: Call) -> str:
+        """Why the peer of ``call`` cannot be reached, as far as the engine has told."""
+        known = tuple({peer.key_prefix for peer in tuple(self._peers)})
+        for failure in call.connection.generation.engine.pop_failures():
+            if known and failure.engine_key.startswith(known):
                 self._root_causes[failure.engine_key] = failure.detail
-        peer = attempt.path.peer
-        assert isinstance(peer, MoriioPeer)
-        return self._root_causes.get(peer.remote.key, "").removeprefix("completion status ")
+        cause = self._root_causes.get(call.connection.peer_key, "")
+        return cause.removeprefix("completion status ")
 
     # ---- the end ---------------------------------------------------------------------------
 
     def _close(self, deadline: float) -> None:
+        end = time.monotonic() + deadline
+
+        def left() -> float:
+            return max(end - time.monotonic(), 0.0)
+
         peers = tuple(self._peers)
         for peer in peers:
             peer.thread.stop()
-        empty = self._gate.close(deadline)
+        self._generations.close(left())
+        live = self._generations.live
+        empty = [generation.leave(left()) for generation in live]
+        self._settle_ended()
         unfinished = self._poster.finish()
         for peer in peers:
             for path in tuple(peer.paths):
                 path.close()
-        if not empty:
-            # Ending the engine under a thread that is inside it would end the process.
-            _abandoned.append((self._engine, unfinished))
-            return
-        self._engine.shut()
+        for generation, nobody_inside in zip(live, empty, strict=True):
+            if nobody_inside:
+                generation.end()
+            else:
+                # Ending the engine under a thread that is inside it would end the process.
+                _abandoned.append((generation, list(unfinished)))
         for path in tuple(self._paths):
             for attempt in tuple(path.undrained):
                 # Without queue pairs nothing lands here. What a WRITE has sent may land there.
-                if attempt.op is Op.READ and attempt.mark_drained(ENGINE_CLOSED):
+                if attempt.op is Op.READ and all(empty) and attempt.mark_drained(ENGINE_CLOSED):
                     self._report(attempt)
         unfinished.clear()
 
 
-def _memory_of(region: Region) -> Memory:
-    memory = region.handle
-    assert isinstance(memory, Memory)
+def _theirs(peer: MoriioPeer, pairs: Sequence[tuple[Region, Descriptor]]) -> list[RemoteMemory]:
+    return [checked_memory(peer.info.incarnation, descriptor) for _, descriptor in pairs]
+
+
+def _memory_of(region: Region) -> RegisteredMemory:
+    memory: RegisteredMemory = region.handle
     return memory

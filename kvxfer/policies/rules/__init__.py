@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from kvxfer.policies.rule import RuleTable
-from kvxfer.policies.rules import loopback, moriio, nixl, own, shm
+from kvxfer.policies.rules import loopback, mooncake, moriio, nixl, own, shm
 
 __all__ = ["builtin_rules"]
 
 
 def builtin_rules() -> tuple[RuleTable, ...]:
     """The classifier plug-in ``builtin``."""
-    return (own.TABLE, loopback.TABLE, shm.TABLE, moriio.TABLE, nixl.TABLE)
+    return (own.TABLE, loopback.TABLE, shm.TABLE, moriio.TABLE, mooncake.TABLE, nixl.TABLE)

@@ -47,15 +47,28 @@ def _one_of(*texts: str) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in texts))
 
 
+_TOO_LONG = re.compile(
+    r"merged RDMA WR \d+ length \d+ exceeds local max_m(?:sg_sz (?P<most_nbytes>\d+))?"
+)
+
 _REFUSALS = [
     # The backend's own count of what is in flight, which spares the engine's refusal.
     _on.transient("own_admission", "own admission: send queue full", drained=_NOT_POSTED),
+    # More than the queues take when they are empty: a device that grants less than was asked for.
+    _on.rule(
+        "own_capacity",
+        re.compile(r"own admission: request exceeds capacity, max=(?P<most_pieces>\d+)"),
+        kind=ErrorKind.INVALID,
+        action=Action.SPLIT,
+        retryable=True,
+        drained=_NOT_POSTED,
+    ),
     _on.transient("sq_full", "SQ full (batch): ", code=RDMA_OP, drained=_REFUSED),
     # The data is posted and lands; only the notification was refused.
     _on.transient("sq_full_notify", "SQ full (notify): ", code=RDMA_OP),
     _on.rule(
         "sq_request_exceeds_capacity",
-        "SQ request exceeds capacity (",
+        re.compile(r"SQ request exceeds capacity \((?:.*\bmax=(?P<most_pieces>\d+))?"),
         code=RDMA_OP,
         kind=ErrorKind.INVALID,
         action=Action.SPLIT,
@@ -102,6 +115,28 @@ _REFUSALS = [
     _on.rebuild("retired_by_async_event", "endpoint retired by a fatal async event", code=RDMA_OP),
     _on.rebuild(
         "no_ledger", "submission ledger is not initialized", code=RDMA_OP, drained=_REFUSED
+    ),
+]
+
+# The backend's own, about engine generations; nothing was posted but with the last.
+_GENERATIONS = [
+    _on.rebuild(
+        "generation_ended", re.compile(r"engine generation \d+ has ended"), drained=_NOT_POSTED
+    ),
+    # There are two already: the older one has to end first.
+    _on.transient(
+        "generation_waits",
+        re.compile(r"engine generation \d+ has not ended"),
+        kind=ErrorKind.CONNECTION,
+        drained=_NOT_POSTED,
+    ),
+    _on.transient(
+        "fencing", "the peer is being fenced", kind=ErrorKind.CONNECTION, drained=_NOT_POSTED
+    ),
+    _on.permanent("rehearsal", "rehearsal failed: ", kind=ErrorKind.RESOURCE, drained=_NOT_POSTED),
+    # The call was still in flight: whether it is drained, the attempt says.
+    _on.rebuild(
+        "generation_cut_off", re.compile(r"engine generation \d+ ended before the call did")
     ),
 ]
 
@@ -190,7 +225,7 @@ _ARGUMENTS = [
         )
         for name, text in (
             ("piece_too_large", re.compile(r"single request size (?:\d+ )?exceeds UINT32_MAX")),
-            ("message_too_large", re.compile(r"merged RDMA WR \d+ length \d+ exceeds local max_m")),
+            ("message_too_large", _TOO_LONG),
         )
     ),
     _on.permanent("invalid_arguments", code=INVALID_ARGS, drained=_REFUSED),
@@ -376,6 +411,7 @@ TABLE = RuleTable(
     backend=_on.backend,
     rules=[
         *_REFUSALS,
+        *_GENERATIONS,
         *_EVENTS,
         *_COMPLETIONS,
         *_ARGUMENTS,

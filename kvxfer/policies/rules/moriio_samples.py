@@ -274,6 +274,16 @@ _RAISED: tuple[tuple[str, str, str], ...] = (
     ("junk_descriptor", "insufficient bytes", "soft"),
     ("junk_descriptor", "std::bad_cast", "soft"),
     ("own_admission", "own admission: send queue full", "backends.moriio"),
+    ("own_capacity", "own admission: request exceeds capacity, max=16", "backends.moriio"),
+    ("generation_ended", "engine generation 1 has ended", "backends.moriio"),
+    ("generation_waits", "engine generation 1 has not ended", "backends.moriio"),
+    ("generation_cut_off", "engine generation 1 ended before the call did", "backends.moriio"),
+    ("fencing", "the peer is being fenced", "backends.moriio"),
+    (
+        "rehearsal",
+        "rehearsal failed: RegisterRdmaMemoryRegionAuto failed; Assertion `ibufMr' failed",
+        "backends.moriio",
+    ),
     (
         "peer_unreachable",
         "transport retry counter exceeded: peer did not acknowledge within the transport retry "

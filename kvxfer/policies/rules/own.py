@@ -44,6 +44,12 @@ TABLE = RuleTable(
             drained=_NOT_POSTED,
         ),
         _on.permanent(
+            "circuit_open",
+            exception="CircuitOpenError",
+            kind=ErrorKind.CONNECTION,
+            drained=_NOT_POSTED,
+        ),
+        _on.permanent(
             "closed", exception="ClosedError", kind=ErrorKind.CONNECTION, drained=_NOT_POSTED
         ),
         _on.permanent(

@@ -14,6 +14,7 @@ _RAISED: tuple[tuple[str, BaseException], ...] = (
     ("kvxfer.handshake", errors.HandshakeError("another fingerprint")),
     ("kvxfer.peer_lost", errors.PeerLostError("no transport of that incarnation")),
     ("kvxfer.stale", errors.StaleError("the path is closed")),
+    ("kvxfer.circuit_open", errors.CircuitOpenError("the peer failed too often")),
     ("kvxfer.closed", errors.ClosedError("the shm transport is closed")),
     ("kvxfer.capacity", errors.CapacityError("65536 transfers are open")),
     ("kvxfer.invalid_input", errors.InvalidInputError("size[3] is 0, below 1")),

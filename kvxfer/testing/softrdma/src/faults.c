@@ -41,7 +41,7 @@ static const struct named_value knob_names[] = {
     KNOB(devices, "SOFTIBV_DEVICES", 1),
     KNOB(max_wr, "SOFTIBV_MAX_WR", DEFAULT_MAX_WR),
     KNOB(max_msg, "SOFTIBV_MAX_MSG", DEFAULT_MAX_MSG),
-    KNOB(reg_errno, NULL, 0),
+    KNOB(reg_errno, "SOFTIBV_REG_ERRNO", 0),
     KNOB(pd_errno, NULL, 0),
     KNOB(channel_errno, NULL, 0),
     KNOB(cq_errno, NULL, 0),
