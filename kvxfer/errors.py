@@ -17,7 +17,8 @@ The tree (each class also derives from the builtin it resembles)::
         ├── RegionBusyError                   an attempt that is not drained still uses the region
         ├── HandshakeError (ConnectionError)  the two sides could not agree
         ├── PeerLostError (ConnectionError)   the peer process is gone
-        └── StaleError                        peer, region or path is of an older incarnation
+        ├── StaleError                        peer, region or path is of an older incarnation
+        └── CircuitOpenError                  the peer failed too often and is left alone for now
 
 Errors that happen to a *transfer* are values (``TransferError``), carried by ``Failed`` events and
 handles; only ``TransferHandle.result()`` raises one.  All of them pickle, because engines move
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackpressureError",
     "CapacityError",
+    "CircuitOpenError",
     "ClosedError",
     "ConfigError",
     "ErrorKind",
@@ -199,6 +201,15 @@ class StaleError(TransportError):
     """The peer, region or path belongs to an older incarnation or generation."""
 
     kind = ErrorKind.STALE
+
+
+class CircuitOpenError(TransportError):
+    """The peer failed too often and is left alone for a while; nothing was tried.
+
+    ``kind`` is that of the last fault.
+    """
+
+    kind = ErrorKind.CONNECTION
 
 
 class TransferError(KvxferError, RuntimeError):

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from kvxfer.core.batch import Int64Array
     from kvxfer.core.layout import Blocks
 
-__all__ = ["Accepting", "destinations"]
+__all__ = ["SEALED_SINCE", "Accepting", "destinations", "refuse_seal", "tell_sealed"]
+
+SEALED_SINCE = 2
+"""The wire version from which on the consumer says what became of a seal."""
 
 
 @attrs.define(eq=False)
@@ -107,7 +110,7 @@ class Accepting:
         if self.error is not None:
             self._publish_failure(now)
         elif self._complete and self._drained():
-            self._publish_success()
+            self._publish_success(now)
         else:
             self._ctx.at(self, self._deadline)
 
@@ -132,20 +135,27 @@ class Accepting:
             return
         self._writers[link.incarnation] = _Writer(link)
         link.when_changed(self)
-        link.mailbox.mail(accept, now=now, until=self._deadline)
+        link.mailbox.mail(accept, now=now, until=self._deadline, to=link.incarnation)
 
     def on_seal(
-        self, sender: str, seal: wire.Seal, source: int, expected: frozenset[int], now: float
-    ) -> None:
-        """A producer rank says that everything of it has landed."""
-        writer = self._writers.get(sender)
+        self, link: Link, seal: wire.Seal, source: int, expected: frozenset[int], now: float
+    ) -> bool:
+        """A producer rank says that everything of it has landed.
+
+        False if it must not be confirmed: a producer of version 1 takes that for success.
+        """
+        writer = self._writers.get(link.incarnation)
         if writer is None:
             self._ctx.counters.count("seals.stranger")
-            return
+            error = TransferError("these blocks were not granted to it", kind=ErrorKind.STALE)
+            return refuse_seal(self._ctx, link, seal.ref, error, now)
+        again = writer.sealed
         writer.sealed = writer.drained = True
-        if self.draining is not None or self.error is not None:
+        if self.error is not None:
             self._ctx.soon(self)
-            return
+            return refuse_seal(self._ctx, link, seal.ref, self.error, now)
+        if again:
+            return True
         result = self._seals.record(
             Ack(
                 transfer_id=seal.ref.transfer, source=source, epoch=seal.ref.epoch, sources=expected
@@ -158,6 +168,12 @@ class Accepting:
                 self._payload = (source, seal.payload)
         if result.outcome is AckOutcome.COMPLETE:
             self._all_sealed(now)
+        elif result.outcome is not AckOutcome.PROGRESS:
+            # Others have sealed, or this rank was none of theirs, and yet it wrote as well.
+            self.fail(_two_producers(), now)
+        self._ctx.soon(self)
+        # ``fail`` has told a producer that speaks version 2; the other must not take it for done.
+        return self.error is None or link.version >= SEALED_SINCE
 
     def _all_sealed(self, now: float) -> None:
         """Every rank sealed. Others that were granted must not write into what we hand out."""
@@ -176,6 +192,12 @@ class Accepting:
         self._cancel_others(ErrorKind.STALE, "another producer has sealed", now)
         self._ctx.soon(self)
 
+    def _tell_sealed(self, error: TransferError | None, now: float) -> None:
+        """Tell those who sealed what became of it."""
+        for writer in self._writers.values():
+            if writer.sealed and writer.link.usable and writer.link.version >= SEALED_SINCE:
+                tell_sealed(self._ctx, writer.link, self.ref, error, now)
+
     def _cancel_others(self, kind: ErrorKind, message: str, now: float) -> None:
         """Have every writer that may still write stop, and say when it is drained."""
         for writer in self._writers.values():
@@ -184,6 +206,7 @@ class Accepting:
                     wire.Cancel(self.ref, kind.value, message[:4096]),
                     now=now,
                     until=now + self._ctx.timeouts.drain + self._ctx.timeouts.ack,
+                    to=writer.link.incarnation,
                 )
 
     def on_push_failed(
@@ -199,13 +222,7 @@ class Accepting:
             writer.link.unwatch(self)
             del self._writers[sender]
         elif self._complete and self.draining is None:
-            self.fail(
-                TransferError(
-                    "two producers wrote into the same blocks: what they hold is not known",
-                    kind=ErrorKind.STALE,
-                ),
-                now,
-            )
+            self.fail(_two_producers(), now)
         elif self.draining is None:
             self.fail(TransferError(f"the producer failed: {message.message}", kind=kind), now)
         self._ctx.soon(self)
@@ -216,7 +233,8 @@ class Accepting:
         """Give up: every producer that may still write is told to stop."""
         if self.error is not None or self.ended or self.draining is not None:
             return
-        self.error = error
+        self.error = self.handle.error = error  # known at once, published when all is over
+        self._tell_sealed(error, now)
         self._cancel_others(error.kind, error.message, now)
         self._ctx.soon(self)
 
@@ -230,15 +248,20 @@ class Accepting:
     def _block_ids(self) -> BlockIds:
         return tuple(tuple(ids.tolist()) for ids in self._destinations)
 
-    def _publish_success(self) -> None:
+    def _publish_success(self, now: float) -> None:
         self.handle.nbytes = self._nbytes
         self.handle.payload = self._payload[1]
         self._ctx.counters.count("accept.bytes", self._nbytes)
-        self._end()
+        self._tell_sealed(None, now)
+        self._end(now)
         event = Received(
-            transfer_id=self.handle.transfer_id, nbytes=self._nbytes, payload=self._payload[1]
+            transfer_id=self.handle.transfer_id,
+            nbytes=self._nbytes,
+            payload=self._payload[1],
         )
-        self.handle._finish(TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event))
+        self.handle._finish(
+            TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event, self.handle)
+        )
 
     def _publish_failure(self, now: float) -> None:
         error = self.error
@@ -255,7 +278,7 @@ class Accepting:
             drained=drained,
         )
         if drained:
-            self._end()
+            self._end(now)
         else:
             self.draining = Draining(
                 self._ctx,
@@ -268,22 +291,60 @@ class Accepting:
                 abandon=lambda: None,
                 is_drained=self._drained,
                 on_fenced=self._fenced,
-                free=lambda _now: self._end(),
+                free=self._end,
                 ended=self._consumer.draining_ended,
                 now=now,
             )
             self._consumer.draining_began(self.draining)
         self.handle._finish(
-            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event, self.handle)
         )
 
-    def _end(self) -> None:
+    def _end(self, now: float) -> None:
         self.ended = True
         self._consumer.pins.unpin(self._token, self._destinations)
         for writer in self._writers.values():
             writer.link.unwatch(self)
         self._ctx.forget(self)
-        self._consumer.accept_ended(self)
+        self._consumer.accept_ended(self, now)
+
+
+def _two_producers() -> TransferError:
+    return TransferError(
+        "two producers wrote into the same blocks: what they hold is not known",
+        kind=ErrorKind.STALE,
+    )
+
+
+def tell_sealed(
+    ctx: Context, link: Link, ref: wire.Ref, error: TransferError | None, now: float
+) -> None:
+    """Tell a producer rank what became of what it sealed; None: received."""
+    kind, message = ("", "") if error is None else (error.kind.value, error.message[:4096])
+    link.mailbox.mail(
+        wire.Sealed(ref, error is None, kind, message),
+        now=now,
+        until=now + ctx.timeouts.ack,
+        to=link.incarnation,
+    )
+
+
+def refuse_seal(ctx: Context, link: Link, ref: wire.Ref, error: TransferError, now: float) -> bool:
+    """It was sealed in vain. Returns whether the seal may be confirmed.
+
+    Version 1 knows no such answer and takes a confirmation for success: there it is cancelled.
+    """
+    ctx.counters.count("seals.refused")
+    if link.version >= SEALED_SINCE:
+        tell_sealed(ctx, link, ref, error, now)
+        return True
+    link.mailbox.mail(
+        wire.Cancel(ref, error.kind.value, error.message[:4096]),
+        now=now,
+        until=now + ctx.timeouts.ack,
+        to=link.incarnation,
+    )
+    return False
 
 
 def destinations(blocks: Sequence[Blocks]) -> list[Int64Array]:

@@ -6,7 +6,6 @@ All methods may be called from any thread.  None but ``open``, ``register_kv_cac
 
 from __future__ import annotations
 
-import collections
 import itertools
 import random
 import secrets
@@ -17,27 +16,35 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvxfer.agent import arguments
 from kvxfer.agent import orders as o
 from kvxfer.agent.accept import destinations
 from kvxfer.agent.caches import Caches, LayerCache, register_caches
 from kvxfer.agent.config import AgentConfig, Progress, seconds_of
 from kvxfer.agent.context import Context
+from kvxfer.agent.datapath import refuse_open_data_path
+from kvxfer.agent.driver import Driver
 from kvxfer.agent.engine import Engine
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.health import Health, Snapshot, health_of, snapshot_of
 from kvxfer.agent.hello import LocalHello
+from kvxfer.agent.keeping import keeper_port
 from kvxfer.agent.mapping import rank_of, ranks_to_wire
+from kvxfer.agent.owners import Declines, Owners
 from kvxfer.agent.pull import PullSpec
-from kvxfer.agent.pump import Pump, sleep_time
+from kvxfer.agent.pump import Pump
 from kvxfer.agent.push import PushSpec, Readiness
+from kvxfer.agent.sweeper import Guarded
 from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Failed, Role
 from kvxfer.core.layout import Align, Blocks, KVLayout, LayoutKind
 from kvxfer.core.memory import span_of, storage_span
 from kvxfer.core.offer import Endpoint, Offer
+from kvxfer.core.remembered import Remembered
 from kvxfer.core.topology import Ranks
 from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
 from kvxfer.errors import (
+    CircuitOpenError,
     ClosedError,
     ErrorKind,
     HandshakeError,
@@ -46,6 +53,7 @@ from kvxfer.errors import (
     RegionBusyError,
     TransferError,
 )
+from kvxfer.keeper.port import recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
     from kvxfer.core.channel import Channel
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
     from kvxfer.core.transport import Transport
+    from kvxfer.keeper.port import KeeperPort
     from kvxfer.policies.classify import ClassifierRegistry
     from kvxfer.policies.retry import RetryPolicy
     from kvxfer.policies.timeouts import Timeouts
@@ -75,13 +84,15 @@ class Agent:
             whose caches hold all heads.
         config, control, timeouts: see their classes.
         retry, classifier: strategies; by default the ones of the entry points.
-        auth: configures the control channel's sockets; None is no authentication.
-        clock, rng, channel: what the simulator replaces.
+        auth: configures the control channel's sockets in place of ``control.security``.
+        clock, rng, channel, keeper: what the simulator replaces.
         on_event: called with every event on the progress thread as it happens; must not wait.
 
     Raises:
         PluginError: the backend cannot be loaded.
-        ConfigError: the control channel cannot bind.
+        ConfigError: the control channel cannot bind or its keys are not right; or keys are on and
+            a backend's own ports are open to strangers (``AgentConfig.data_network_trusted``).
+        MissingDependencyError: keys are on and libzmq was built without CURVE.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class Agent:
         channel: Channel | None = None,
         auth: ChannelAuth | None = None,
         incarnation: str | None = None,
+        keeper: KeeperPort | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.config = config or AgentConfig()
@@ -107,16 +119,20 @@ class Agent:
         self._given_ranks = ranks
         self._caches = Caches()
         self._handles: dict[tuple[Role, str], _Open] = {}
-        self._failed: collections.OrderedDict[tuple[Role, str], _Open] = collections.OrderedDict()
-        """Failed before their last submit."""
         self._lock = threading.Lock()
+        self._failed: Remembered[tuple[Role, str], _Open] = Remembered(
+            capacity=self.config.limits.early, ttl=self.config.limits.remembered_ttl
+        )
+        """Failed before their last submit."""
         self._epochs = itertools.count(1)
         self._listeners: dict[object, Callable[[], None]] = {}
         self._closed = False
-        self._next_wake = 0.0
         self._pump: Pump | None = None
         self._transports = _transports(backend)
         try:
+            refuse_open_data_path(self._transports, self.config, control, auth)
+            if channel is None and self.config.keeper is not None:
+                recipe_of(auth)  # refused before anything is bound
             self._channel = channel or _channel(control, auth)
         except BaseException:
             for transport in self._transports:
@@ -127,7 +143,7 @@ class Agent:
             incarnation=self.incarnation,
             config=self.config,
             timeouts=timeouts or _default_timeouts(),
-            retry=retry or _default_retry(),
+            retry=retry or self.config.retry or _default_retry(),
             classifier=classifier or _default_classifier(),
             rng=rng or random.Random(),  # noqa: S311 - spreads retries, guards nothing
             channel=self._channel,
@@ -142,8 +158,19 @@ class Agent:
             fingerprint=self.config.fingerprint,
             transports=self._transports,
             caches=self._caches,
+            versions=self.config.wire_versions,
         )
         self._engine = Engine(self._ctx, self._local, self._transports)
+        self._driver = Driver(self._engine, self.clock)
+        limits = self.config.limits
+        self._declines = Declines(capacity=limits.early, ttl=limits.early_ttl)
+        for table in (self._declines, Guarded(self._failed, self._lock)):
+            self._ctx.sweeper.watch(table)
+        port = keeper or keeper_port(
+            self.config, self._channel, auth, self.clock, incarnation=self.incarnation
+        )
+        if port is not None:
+            self._engine.open_keeper(port, self.clock.now())
         if self.config.progress is Progress.THREAD:
             for transport in self._transports:
                 transport.on_change(self._channel.wake)
@@ -184,7 +211,21 @@ class Agent:
             endpoint=self.endpoint,
             sizes=ranks_to_wire(self._local.ranks),
             fingerprint=self.config.fingerprint,
+            timeouts=self._ctx.timeouts,
+            tickets=self._ctx.trust.tickets,
         )
+
+    def reload_keys(self) -> None:
+        """Read the key files again, now rather than at their next look. Waits for one round.
+
+        Keys that are new in the allow-list are let in, peers whose keys went are cut off, and a new
+        pair of our own is used for new connections.  Without effect if there are no keys.
+
+        Raises:
+            ConfigError: a file is not right; the keys of before stay valid.
+        """
+        self._check_open()
+        self._call(lambda _: self._channel.reload_keys())
 
     def health(self) -> Health:
         """Whether it makes sense to send requests here. Cheap."""
@@ -220,7 +261,7 @@ class Agent:
             TransportError: a transport refused the memory.
         """
         self._check_open()
-        layers = _as_layers(caches, layout, groups or {})
+        layers = _as_layers(caches, layout, {} if groups is None else groups)
         if self._busy or self._engine.consumer.drainings or self._engine.producer.drainings:
             raise InvalidInputError(
                 "transfers still use the caches registered before", next_step="drain() first"
@@ -262,13 +303,14 @@ class Agent:
             InvalidInputError: not an address.
         """
         self._check_open()
-        wanted = [Endpoint(address=p, incarnation="") if isinstance(p, str) else p for p in peers]
-        for peer in wanted:
-            _check_address(peer.address)
+        wanted = arguments.endpoints("peers", peers)
 
         def connect(now: float) -> None:
             for peer in wanted:
-                link = self._engine.links.reach(peer.address, peer.incarnation or None, now)
+                try:
+                    link = self._engine.links.reach(peer.address, peer.incarnation or None, now)
+                except CircuitOpenError:
+                    continue  # counted, and in ``health``; the next transfer tries again
                 link.want_path(now)
 
         self._order(connect)
@@ -282,6 +324,8 @@ class Agent:
         *,
         lease: float | None = None,
         readers: Sequence[int] | None = None,
+        owner: str | None = None,
+        tag: object = None,
     ) -> Offer:
         """Hold blocks for readers and make the offer to hand to them.
 
@@ -291,29 +335,74 @@ class Agent:
             blocks: the blocks per group, with positions; one ``Blocks`` if there is one group.
             lease: seconds; ``AgentConfig.lease`` if left out.
             readers: ranks whose ACKs are needed. Left out, it follows from the readers' sizes.
+            owner: the request this is for, where several share one transfer (samples of one
+                prompt): each holds the same blocks under its own name, and gets the same offer. The
+                one event at the end is for all of them (``Event.owners``).
+            tag: comes back in all events of this transfer.
 
         Raises:
-            InvalidInputError: the id is held already, or a block id is out of range.
+            InvalidInputError: the id is held already and not by owners of the same blocks, or a
+                block id is out of range.
         """
         groups = self._groups(blocks)
         self._check_ids(groups)
         seconds = self._lease(lease)
+        readers = arguments.rank_list(readers)
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
+        if owner is not None:
+            arguments.text_id("owner", owner)
+        shared = self._share_hold(transfer_id, groups, owner)
+        if shared is not None:
+            return shared
         epoch = next(self._epochs)
-        self._hold(transfer_id, epoch, seconds, readers)
-        return Offer(
+        handle = self._hold(transfer_id, epoch, seconds, readers, owner=owner, tag=tag)
+        offer = Offer(
             transfer_id=transfer_id,
             epoch=epoch,
-            endpoints=(self.endpoint,),
+            endpoints=(
+                attrs.evolve(self.endpoint, ticket=self._ctx.trust.ticket(transfer_id, epoch)),
+            ),
             sizes=ranks_to_wire(self._local.ranks),
             lease=seconds,
             groups=groups,
             fingerprint=self.config.fingerprint,
         )
+        with self._lock:
+            entry = self._handles.get((Role.PRODUCER, transfer_id))
+            if entry is not None and entry.handle is handle:
+                entry.offer = offer
+        return offer
+
+    def _share_hold(
+        self, transfer_id: str, groups: tuple[Blocks, ...], owner: str | None
+    ) -> Offer | None:
+        """The offer of a hold that this owner joins; None if there is none yet."""
+        with self._lock:
+            entry = self._handles.get((Role.PRODUCER, transfer_id))
+        if entry is None or entry.offer is None or owner is None:
+            return None
+        handle, offer = entry.handle, entry.offer
+        if not handle.owners or owner in handle.owners or offer.groups != groups:
+            raise InvalidInputError(
+                f"transfer {transfer_id!r} is held already, for {list(handle.owners)}; refused: "
+                f"owner {owner!r} with {'equal' if offer.groups == groups else 'other'} blocks",
+                next_step="use another transfer id, or name each owner once, with equal blocks",
+            )
+        return offer if handle._join(owner) else None
 
     def _hold(
-        self, transfer_id: str, epoch: int, lease: float, readers: Sequence[int] | None = None
+        self,
+        transfer_id: str,
+        epoch: int,
+        lease: float,
+        readers: Sequence[int] | None = None,
+        *,
+        owner: str | None = None,
+        tag: object = None,
     ) -> TransferHandle:
-        handle = self._begin(Role.PRODUCER, transfer_id)
+        handle = self._begin(Role.PRODUCER, transfer_id, tag)
+        if owner is not None:
+            handle._join(owner)
 
         def hold(now: float) -> None:
             self._engine.producer.hold(handle, epoch=epoch, lease=lease, readers=readers, now=now)
@@ -332,6 +421,9 @@ class Agent:
         last: bool = True,
         align: Align | str | None = None,
         uncovered_local: int = 0,
+        owner: str | None = None,
+        owners: int = 1,
+        tag: object = None,
     ) -> TransferHandle:
         """Read an offer's blocks into ours. Never waits.
 
@@ -343,12 +435,21 @@ class Agent:
                 of them are terminal.
             align: how to pair lists without positions; see ``Align``.
             uncovered_local: how many of our last blocks may stay without data.
+            owner, owners: the request this is for, and how many requests share the offer (samples
+                of one prompt). Each pulls into blocks of its own, or declines; then all are
+                published at once (``Event.owners``), and the producer is released. ``last`` follows
+                from it.
+            tag: comes back in all events of this transfer; with several submits, the first one's.
 
         Raises:
             InvalidInputError: a block id is out of range, listed twice, or still belongs to another
-                transfer; the fingerprints differ; the transfer is under way already.
+                transfer; the fingerprints differ; the transfer is under way already; the owner is
+                none of those that share it.
         """
+        offer = arguments.an_offer(offer)
         groups = self._groups(blocks)
+        if owner is not None:
+            arguments.text_id("owner", owner)
         if offer.fingerprint != self.config.fingerprint:
             raise HandshakeError(
                 f"the offer's fingerprint is {offer.fingerprint!r}, ours is "
@@ -358,10 +459,10 @@ class Agent:
         spec = PullSpec(
             blocks=groups,
             layers=None if layers is None else self._layer_names(layers),
-            align=None if align is None else Align(align),
-            uncovered_local=uncovered_local,
+            align=arguments.alignment(align),
+            uncovered_local=arguments.count("uncovered_local", uncovered_local),
         )
-        entry = self._reopen(Role.CONSUMER, offer.transfer_id)
+        entry = self._reopen(Role.CONSUMER, offer.transfer_id, tag)
         with entry.lock:
             if entry.handle.done:
                 return self._after_the_end(entry, last=last)
@@ -375,14 +476,22 @@ class Agent:
                     f"transfer {offer.transfer_id!r} is under way and complete already",
                     next_step="submit all parts but the last with last=False",
                 )
+            shared: Owners | None = None
             try:
+                shared = self._check_owner(entry, offer, owner, owners)
                 entry.pin = self._engine.consumer.pins.pin(
                     offer.transfer_id, destinations(groups), entry.pin
                 )
             except InvalidInputError:
                 if not entry.submits:
                     self._forget(Role.CONSUMER, offer.transfer_id)
+                    if shared is not None:
+                        self._declines.put_back(shared, offer.epoch, self.clock.now())
                 raise
+            if shared is not None and owner is not None:
+                entry.owners = shared
+                last = shared.add(owner, owners, pulled=True)
+                entry.handle._join(owner)
             entry.submits += 1
             entry.complete = last
             entry.epoch = offer.epoch
@@ -399,13 +508,73 @@ class Agent:
             self._order(pull, handle, pinned=(pin, groups))
         return handle
 
-    def decline(self, offer: Offer) -> None:
-        """Say that no rank of this instance will read; the producer frees at once. Never waits."""
+    def _check_owner(
+        self, entry: _Open, offer: Offer, owner: str | None, owners: int
+    ) -> Owners | None:
+        """The owners that ``owner`` may join; None if none are named.
+
+        Raises:
+            InvalidInputError: it may not.
+        """
+        if entry.submits and (owner is None) != (entry.owners is None):
+            raise InvalidInputError(
+                f"transfer {offer.transfer_id!r} is under way "
+                + ("for owners that were named" if owner is None else "without naming owners"),
+                next_step="name the owner in every pull of a transfer, or in none",
+            )
+        if owner is None:
+            return None
+        shared = entry.owners
+        if shared is None:
+            shared = self._declines.take(offer.transfer_id, offer.epoch)
+        try:
+            shared.check(owner, owners)
+        except InvalidInputError:
+            if entry.owners is None:
+                self._declines.put_back(shared, offer.epoch, self.clock.now())
+            raise
+        return shared
+
+    def decline(self, offer: Offer, *, owner: str | None = None, owners: int = 1) -> None:
+        """Say that no rank of this instance will read; the producer frees at once. Never waits.
+
+        Args:
+            owner, owners: as for ``pull``: this request will not read. The others may; only if none
+                of them does the producer hear of it.
+
+        Raises:
+            InvalidInputError: the owner is none of those that share it, or has pulled already.
+        """
+        self._check_open()
+        offer = arguments.an_offer(offer)
+        if owner is not None:
+            arguments.text_id("owner", owner)
+        if owner is not None and not self._decline_of(offer, owner, owners):
+            return
         self._order(lambda now: self._engine.consumer.decline(offer, now))
+
+    def _decline_of(self, offer: Offer, owner: str, owners: int) -> bool:
+        """One owner declines; True if with it all have, without any pull."""
+        with self._lock:
+            entry = self._handles.get((Role.CONSUMER, offer.transfer_id))
+        if entry is not None:
+            with entry.lock:
+                if entry.submits and not entry.handle.done and entry.epoch == offer.epoch:
+                    shared = self._check_owner(entry, offer, owner, owners)
+                    assert shared is not None
+                    if shared.add(owner, owners, pulled=False):
+                        entry.complete = True
+                        handle = entry.handle
+                        self._order(lambda _: self._engine.consumer.complete(handle))
+                    return False
+        now = self.clock.now()
+        all_declined = self._declines.add(offer.transfer_id, offer.epoch, owner, owners, now)
+        self._order(lambda _: self._ctx.sweeper.arm())
+        return all_declined
 
     def renew(self, offers: Iterable[Offer]) -> None:
         """Keep holds alive for requests that wait; also spares their pulls the round trip."""
-        wanted = tuple(offers)
+        wanted = arguments.items("offers", offers, Offer)
         self._order(lambda now: self._engine.consumer.renew(wanted, now))
 
     # ---- WRITE -------------------------------------------------------------------------------
@@ -418,6 +587,7 @@ class Agent:
         deadline: float | None = None,
         producers: Iterable[Endpoint] = (),
         uncovered_local: int = 0,
+        tag: object = None,
     ) -> TransferHandle:
         """Consumer: let producers write into these blocks. Never waits.
 
@@ -426,6 +596,7 @@ class Agent:
             producers: told our blocks at once, if known; others are told when they ask.
             uncovered_local: how many of our last blocks may stay without data. All other bytes
                 must have been written when the producers seal, or it fails.
+            tag: comes back in all events of this transfer.
 
         Raises:
             InvalidInputError: as ``pull``.
@@ -434,10 +605,9 @@ class Agent:
         seconds = (
             self._ctx.timeouts.transfer if deadline is None else seconds_of("deadline", deadline)
         )
-        known = tuple(producers)
-        for producer in known:
-            _check_address(producer.address)
-        handle = self._begin(Role.CONSUMER, transfer_id)
+        known = arguments.endpoints("producers", producers)
+        uncovered_local = arguments.count("uncovered_local", uncovered_local)
+        handle = self._begin(Role.CONSUMER, transfer_id, tag)
         try:
             pin = self._engine.consumer.pins.pin(transfer_id, destinations(groups))
         except InvalidInputError:
@@ -468,6 +638,7 @@ class Agent:
         layers: Iterable[str] | None = None,
         ready: Readiness | None = None,
         align: Align | str | None = None,
+        tag: object = None,
     ) -> TransferHandle:
         """Producer: write these blocks into what the consumer accepted. Never waits.
 
@@ -476,20 +647,23 @@ class Agent:
                 transfer.
             layers: names of the layers to move now; all of them if left out.
             ready: nothing is posted before ``ready.query()`` is true.
+            tag: comes back in all events of this transfer; the first submit's.
 
         Raises:
             InvalidInputError: a block id is out of range, or the transfer was sealed.
         """
         groups = self._groups(blocks)
         self._check_ids(groups)
-        targets = _endpoints(to)
+        targets = arguments.endpoints("to", to)
+        if not targets:
+            raise InvalidInputError("push names no consumer", next_step="pass its endpoint as to=")
         spec = PushSpec(
             blocks=groups,
             layers=None if layers is None else self._layer_names(layers),
-            ready=ready,
-            align=None if align is None else Align(align),
+            ready=arguments.readiness(ready),
+            align=arguments.alignment(align),
         )
-        entry = self._reopen(Role.PRODUCER, transfer_id)
+        entry = self._reopen(Role.PRODUCER, transfer_id, tag)
         with entry.lock:
             if entry.handle.done:
                 return self._after_the_end(entry, last=False)
@@ -509,10 +683,8 @@ class Agent:
         Raises:
             InvalidInputError: nothing is being pushed under this id, or the payload is too large.
         """
-        if len(payload) > MAX_PAYLOAD_NBYTES:
-            raise InvalidInputError(
-                f"the payload has {len(payload)} bytes: at most {MAX_PAYLOAD_NBYTES} fit"
-            )
+        payload = arguments.payload(payload, MAX_PAYLOAD_NBYTES)
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
         key = (Role.PRODUCER, transfer_id)
         with self._lock:
             entry = self._handles.get(key) or self._failed.get(key)
@@ -533,6 +705,7 @@ class Agent:
         A pull, accept or push fails with ABORTED.  A hold is not freed under its readers: its
         lease ends within ``AgentConfig.abort_lease``.
         """
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
 
         def abort(now: float) -> None:
             self._engine.consumer.abort(transfer_id, now)
@@ -550,6 +723,7 @@ class Agent:
 
     def reclaim(self, transfer_id: str) -> None:
         """Take a transfer's blocks out of quarantine without proof, on your own responsibility."""
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
 
         def reclaim(now: float) -> None:
             for role in (self._engine.consumer, self._engine.producer):
@@ -562,11 +736,11 @@ class Agent:
     def poll(self) -> list[Event]:
         """Events since the last call, oldest first. Never waits.
 
-        With manual progress this is also what moves everything on.
+        With manual progress this is also what moves everything on; while another thread does that,
+        it only collects.
         """
         if self._pump is None and not self._closed:
-            now = self.clock.now()
-            self._next_wake = now + sleep_time(self._engine, self._engine.round(now), now)
+            self._driver.step()
         found: list[Event] = []
         try:
             while True:
@@ -580,17 +754,28 @@ class Agent:
 
         Seconds of the agent's clock, as the last ``poll`` knew it.
         """
-        return self._next_wake
+        return self._driver.next_wake
 
     def wait(
         self, handles: TransferHandle | Iterable[TransferHandle], timeout: float | None = None
     ) -> bool:
         """Block until all handles are terminal. False on timeout, which changes nothing.
 
-        Events stay for ``poll``.  Must not be called on the progress thread.
+        Events stay for ``poll``.  With manual progress several threads may wait and poll: one of
+        them drives, the others wait for it.
+
+        Raises:
+            InvalidInputError: called on the progress thread, from an observer or a callback.
         """
-        wanted = [handles] if isinstance(handles, TransferHandle) else list(handles)
-        end = None if timeout is None else self.clock.now() + timeout
+        self._refuse_inside("wait")
+        wanted = (
+            (handles,)
+            if isinstance(handles, TransferHandle)
+            else arguments.items("handles", handles, TransferHandle)
+        )
+        end = None
+        if timeout is not None:
+            end = self.clock.now() + arguments.timeout("timeout", timeout)
         for handle in wanted:
             while not handle.done:
                 now = self.clock.now()
@@ -600,11 +785,19 @@ class Agent:
                 if self._pump is not None:
                     handle._wait(left)
                     continue
-                next_at = self._engine.round(now)
-                pause = sleep_time(self._engine, next_at, now)
-                if not handle.done:
-                    self._channel.wait(pause if left is None else min(pause, left))
+                if not self._driver.drive(lambda h=handle: h.done, left):  # type: ignore[misc]
+                    pause = self.config.pump_interval
+                    handle._wait(pause if left is None else min(pause, left))
         return True
+
+    def _refuse_inside(self, verb: str) -> None:
+        if self._pump is None:
+            self._driver.refuse_inside(verb)
+        elif self._pump.is_current_thread():
+            raise InvalidInputError(
+                f"{verb} was called on the progress thread, which it would wait for",
+                next_step="return from the observer or callback, and wait elsewhere",
+            )
 
     async def events(self) -> AsyncIterator[Event]:
         """Events as they happen, for asyncio. Ends when the agent is closed.
@@ -652,7 +845,7 @@ class Agent:
 
         An order that cannot be carried out becomes a ``Failed`` event.
         """
-        for order in orders:
+        for order in arguments.items("orders", orders, o.Order):
             try:
                 self._execute(order)
             except KvxferError as error:
@@ -668,6 +861,8 @@ class Agent:
                     order.blocks,
                     align=order.align,
                     uncovered_local=order.uncovered_local,
+                    owner=order.owner,
+                    owners=order.owners,
                 )
             case o.AcceptOrder():
                 self.accept(
@@ -677,7 +872,7 @@ class Agent:
                     producers=order.producers,
                 )
             case o.DeclineOrder():
-                self.decline(order.offer)
+                self.decline(order.offer, owner=order.owner, owners=order.owners)
             case o.RenewOrder():
                 self.renew(order.offers)
             case o.AbortOrder():
@@ -718,16 +913,22 @@ class Agent:
     # ---- the end -----------------------------------------------------------------------------
 
     def drain(self, timeout: float) -> bool:
-        """Wait until nothing is under way; new transfers may still be begun. False on timeout."""
-        end = self.clock.now() + timeout
+        """Wait until nothing is under way and every message that matters is confirmed.
+
+        New transfers may still be begun; stop handing them in first.  False on timeout.
+
+        Raises:
+            InvalidInputError: called on the progress thread, from an observer or a callback.
+        """
+        self._refuse_inside("drain")
+        end = self.clock.now() + arguments.timeout("timeout", timeout)
         while self._busy:
             left = end - self.clock.now()
             if left <= 0:
                 return False
             if self._pump is None:
-                now = self.clock.now()
-                next_at = self._engine.round(now)
-                self._channel.wait(min(left, sleep_time(self._engine, next_at, now)))
+                if not self._driver.drive(lambda: not self._busy, left):
+                    threading.Event().wait(min(left, self.config.pump_interval))
             else:
                 with self._lock:
                     pending = [e.handle for e in self._handles.values()]
@@ -746,6 +947,7 @@ class Agent:
             or engine.producer.pushes
             or len(engine.producer.leases)
             or self._handles
+            or engine.links.mailboxes.unconfirmed
         )
 
     def close(self, deadline: float = 5.0) -> None:
@@ -758,9 +960,18 @@ class Agent:
                 return
             self._closed = True
         end = self.clock.now() + deadline
-        stopped = self._pump.stop(deadline) if self._pump is not None else True
-        if self._pump is not None and self._pump.is_current_thread():
+        if self._pump is None:
+            with self._driver.exclusively(deadline) as alone:
+                self._close(end, stopped=alone)
+            return
+        stopped = self._pump.stop(deadline)
+        if self._pump.is_current_thread():
             stopped = True  # called from an event's observer: the round ends after us
+        self._close(end, stopped=stopped)
+
+    def _close(self, end: float, *, stopped: bool) -> None:
+        """``stopped``: nobody runs rounds any more."""
+        self._ctx.keeping.close()  # first: what is freed below must not be granted
         if stopped:
             self._engine.farewell()
             # Closing drops what is queued: let the good-byes out. They are a courtesy only.
@@ -768,6 +979,8 @@ class Agent:
         for transport in self._transports:
             transport.on_change(None)
             transport.close(max(0.0, end - self.clock.now()))
+        for link in self._engine.links:
+            link.poster.leave_thread()
         self._fail_open_handles()
         if stopped:
             self._channel.close()
@@ -788,7 +1001,9 @@ class Agent:
                 error=handle.error,
                 drained=False,
             )
-            handle._finish(TransferState.FAILED, drained=False, tell=partial(self._ctx.emit, event))
+            handle._finish(
+                TransferState.FAILED, drained=False, tell=partial(self._ctx.emit, event, handle)
+            )
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -821,7 +1036,7 @@ class Agent:
                     self._order_refused(handle, error, pinned, now)
 
         self._engine.order(guarded)
-        if self._pump is not None:
+        if self._pump is not None or self._driver.busy:
             self._channel.wake()
 
     def _order_refused(
@@ -856,14 +1071,18 @@ class Agent:
             blocks=blocks,
             drained=True,
         )
-        handle._finish(TransferState.FAILED, drained=True, tell=lambda: self._ctx.emit(event))
+        handle._finish(
+            TransferState.FAILED, drained=True, tell=lambda: self._ctx.emit(event, handle)
+        )
 
     def _call(self, order: Callable[[float], None]) -> None:
         """Like ``_order``, but done when it returns. For set-up only."""
-        if self._pump is None or self._pump.is_current_thread():
-            now = self.clock.now()
-            self._engine.run_orders(now)
-            order(now)
+        if self._pump is None:
+            with self._driver.exclusively():
+                self._call_here(order)
+            return
+        if self._pump.is_current_thread():
+            self._call_here(order)
             return
         done = threading.Event()
         failure: list[BaseException] = []
@@ -884,9 +1103,14 @@ class Agent:
         if failure:
             raise failure[0]
 
-    def _begin(self, role: Role, transfer_id: str) -> TransferHandle:
+    def _call_here(self, order: Callable[[float], None]) -> None:
+        now = self.clock.now()
+        self._engine.run_orders(now)
+        order(now)
+
+    def _begin(self, role: Role, transfer_id: str, tag: object = None) -> TransferHandle:
         """A handle for a transfer that must not be under way."""
-        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle))
+        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle, tag=tag))
         entry.complete = True
         if self._enter(role, transfer_id, entry) is not entry:
             raise InvalidInputError(
@@ -897,10 +1121,7 @@ class Agent:
 
     def _enter(self, role: Role, transfer_id: str, entry: _Open) -> _Open:
         """Enter it, or return the one that is there."""
-        if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 512:
-            raise InvalidInputError(
-                f"transfer_id must be a text of 1 to 512 characters, not {transfer_id!r}"
-            )
+        arguments.text_id("transfer_id", transfer_id)
         self._check_open()
         with self._lock:
             known = self._handles.get((role, transfer_id)) or self._failed.get((role, transfer_id))
@@ -918,20 +1139,19 @@ class Agent:
             if self._handles.get((role, transfer_id)) is entry:
                 del self._handles[(role, transfer_id)]
             if not entry.complete and entry.handle.state is TransferState.FAILED:
-                self._failed[(role, transfer_id)] = entry
-                if len(self._failed) > self.config.limits.early:
-                    self._failed.popitem(last=False)
+                self._failed.add((role, transfer_id), entry, self.clock.now())
+        self._ctx.sweeper.arm()
 
     def _after_the_end(self, entry: _Open, *, last: bool) -> TransferHandle:
         """A submit for a transfer that has failed meanwhile: dropped; its event says why."""
         if last:
             with self._lock:
-                self._failed.pop((entry.handle.role, entry.handle.transfer_id), None)
+                self._failed.pop((entry.handle.role, entry.handle.transfer_id))
         return entry.handle
 
-    def _reopen(self, role: Role, transfer_id: str) -> _Open:
+    def _reopen(self, role: Role, transfer_id: str, tag: object) -> _Open:
         """The entry of a transfer that may take several submits, new or open."""
-        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle))
+        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle, tag=tag))
         return self._enter(role, transfer_id, entry)
 
     def _forget(self, role: Role, transfer_id: str, entry: _Open | None = None) -> None:
@@ -941,13 +1161,7 @@ class Agent:
                 del self._handles[(role, transfer_id)]
 
     def _groups(self, blocks: BlocksLike) -> tuple[Blocks, ...]:
-        groups = (blocks,) if isinstance(blocks, Blocks) else tuple(blocks)
-        for group in groups:
-            if not isinstance(group, Blocks):
-                raise InvalidInputError(
-                    f"blocks must be Blocks values, one per group, not {type(group).__name__}",
-                    next_step="use Blocks.at(start, ids)",
-                )
+        groups = arguments.block_lists(blocks)
         if not self._caches.layers:
             raise InvalidInputError(
                 "no KV caches are registered", next_step="call register_kv_caches first"
@@ -970,7 +1184,9 @@ class Agent:
                 )
 
     def _layer_names(self, layers: Iterable[str]) -> frozenset[str]:
-        names = frozenset([layers] if isinstance(layers, str) else layers)
+        names = frozenset(
+            [layers] if isinstance(layers, str) else arguments.items("layers", layers, str)
+        )
         known = {layer.name for layer in self._caches.layers}
         unknown = names - known - self._caches.aliases
         if unknown or not names:
@@ -992,6 +1208,10 @@ class _Open:
     submits: int = 0
     epoch: int = 0
     pin: int = 0
+    offer: Offer | None = None
+    """Of a hold: owners that join it get the same."""
+    owners: Owners | None = None
+    """Of a pull, where they are named."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
 
@@ -1044,29 +1264,19 @@ def _default_classifier() -> ClassifierRegistry:
     return ClassifierRegistry.from_plugins()
 
 
-def _check_address(address: str) -> None:
-    from kvxfer.core.address import Address
-
-    Address.parse(address.removeprefix("tcp://"))
-
-
-def _endpoints(to: Endpoint | Sequence[Endpoint] | str) -> tuple[Endpoint, ...]:
-    if isinstance(to, str):
-        _check_address(to)
-        return (Endpoint(address=to, incarnation=""),)
-    targets = (to,) if isinstance(to, Endpoint) else tuple(to)
-    if not targets:
-        raise InvalidInputError("push names no consumer", next_step="pass its endpoint as to=")
-    return targets
-
-
 def _as_layers(
     caches: Mapping[str, Any] | Iterable[LayerCache],
     layout: KVLayout | Mapping[str, KVLayout] | None,
     groups: Mapping[str, int],
 ) -> list[LayerCache]:
     if not isinstance(caches, Mapping):
-        return list(caches)
+        return list(arguments.items("caches", caches, LayerCache))
+    arguments.mapping("caches", caches)
+    arguments.mapping("groups", groups)
+    if layout is not None and not isinstance(layout, (KVLayout, Mapping)):
+        raise InvalidInputError(
+            f"layout must be a KVLayout or one per layer name, not {type(layout).__name__}"
+        )
     layers = []
     for name, buffer in caches.items():
         if layout is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -69,7 +70,7 @@ class Caches:
         info = transport.local_info()
         regions = [
             DescriptorWire(d.region_id, d.nbytes, d.kind.value, d.device, d.data)
-            for d in (r.descriptor for r in self.regions.get(transport.name, ()))
+            for d in map(transport.descriptor, self.regions.get(transport.name, ()))
         ]
         return TransportWire(info.transport, info.incarnation, info.data, regions)
 
@@ -117,6 +118,10 @@ def register_caches(layers: Sequence[LayerCache], transports: Sequence[Transport
                 f"same byte with different layouts: {first.layout.describe()} and "
                 f"{layout.describe()}"
             )
+    spans = [
+        attrs.evolve(span, views=_views(x.layout for x in refs if x.region == index))
+        for index, span in enumerate(spans)
+    ]
     caches = Caches(spans=tuple(spans), layers=tuple(refs), aliases=frozenset(aliases))
     _ = caches.blocks_per_group  # refuses gaps in the group numbers
     regions: dict[str, tuple[Region, ...]] = {}
@@ -149,6 +154,22 @@ def _check_offset(layer: LayerCache, storage: Span) -> None:
             f"storage, but its buffer begins at byte {begin}",
             next_step="count from the storage: KVLayout.from_tensor, or layout.at_offset(...)",
         )
+
+
+def _views(layouts: Iterable[KVLayout | StateLayout]) -> tuple[tuple[int, int], ...]:
+    """Where the layers of one storage lie, if there are several and they lie one after the other.
+
+    Layers that interleave get none: engines that register each view once more would register the
+    whole storage for every layer.
+    """
+    ends: dict[int, int] = {}
+    for layout in layouts:
+        if isinstance(layout, KVLayout):
+            ends[layout.offset] = max(layout.end_offset, ends.get(layout.offset, 0))
+    views = sorted(ends.items())
+    if any(end > begin for (_, end), (begin, _) in itertools.pairwise(views)):
+        return ()
+    return tuple((begin, end - begin) for begin, end in views if begin)
 
 
 def _region_for(storage: Span, spans: list[Span]) -> tuple[int, Span]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING
 
-from kvxfer.agent.accept import Accepting, destinations
+from kvxfer.agent.accept import (
+    SEALED_SINCE,
+    Accepting,
+    destinations,
+    refuse_seal,
+    tell_sealed,
+)
+from kvxfer.agent.batches import PLAN_PIECES
 from kvxfer.agent.early import Early
+from kvxfer.agent.grants import Grants
 from kvxfer.agent.mapping import (
     rank_of,
     ranks_from_wire,
@@ -20,7 +27,15 @@ from kvxfer.agent.renewal import Renewal
 from kvxfer.core import wire
 from kvxfer.core.inflight import PinTable, Quarantine
 from kvxfer.core.layout import PlanCache
-from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, TransferError
+from kvxfer.core.remembered import Remembered
+from kvxfer.errors import (
+    CapacityError,
+    CircuitOpenError,
+    ErrorKind,
+    InvalidInputError,
+    TransferError,
+)
+from kvxfer.keeper.watches import SEQ_STRIDE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer"]
 
+_OUTCOMES_KEPT = 65536
+"""Accepts that ended and are remembered, beyond their time to live."""
+
 
 class Consumer:
     """Progress thread only."""
@@ -45,20 +63,44 @@ class Consumer:
         self.links = links
         self.blocks_per_group: list[int] = []
         self.pins = PinTable([])
-        self.plans = PlanCache()
+        self.plans = PlanCache(max_pieces=PLAN_PIECES)
         self.quarantine = Quarantine(ctx.config.limits.quarantined)
         self.pulls: dict[str, Pull] = {}
         self.accepts: dict[str, Accepting] = {}
         self.drainings: dict[str, Draining] = {}
         self._seqs: dict[int, Pull | Renewal] = {}
         # Not from 1: an answer meant for an earlier life of this address must not fit.
-        self._next_seq = itertools.count(ctx.rng.getrandbits(48))
+        # In steps: between two there is room for the numbers of our keeper's requests.
+        self._next_seq = itertools.count(ctx.rng.getrandbits(40) * SEQ_STRIDE, SEQ_STRIDE)
         self._epochs = itertools.count(1)
         self._early_asks: Early[Link] = Early(
             capacity=ctx.config.limits.early, ttl=ctx.config.limits.early_ttl
         )
-        self.grants: dict[wire.Ref, float] = {}
-        """Grants obtained by ``renew`` ahead of a pull: until when they last."""
+        self.grants = Grants(ctx.config.limits.early)
+        """Obtained by ``renew`` ahead of a pull."""
+        self.renewals: dict[wire.Ref, Renewal] = {}
+        """Requests for such grants that are not answered."""
+        self._outcomes: Remembered[wire.Ref, TransferError | None] = Remembered(
+            capacity=_OUTCOMES_KEPT, ttl=ctx.config.limits.remembered_ttl
+        )
+        """How accepts ended lately: a producer may still ask by sealing."""
+        for table in (self._early_asks, self._outcomes, self.grants):
+            ctx.sweeper.watch(table)
+
+    @property
+    def remembered(self) -> int:
+        """What has ended and is remembered for a while."""
+        return len(self._outcomes)
+
+    @property
+    def early(self) -> int:
+        """Transfer ids with messages that came before our own orders."""
+        return len(self._early_asks)
+
+    @property
+    def asking(self) -> int:
+        """Requests for grants that are not answered."""
+        return len(self._seqs)
 
     @property
     def ranks(self) -> Ranks:
@@ -111,6 +153,7 @@ class Consumer:
             known.add(spec, last=last)
             return
         self._check_room(offer.transfer_id)
+        self._stop_renewing(offer)
         pull = Pull(
             self._ctx, self, offer, handle, read_sources(self.ranks, offer), pin=pin, now=now
         )
@@ -136,7 +179,12 @@ class Consumer:
             InvalidInputError, CapacityError: nothing was begun.
         """
         self._check_room(transfer_id)
-        links = [self.links.reach(x.address, x.incarnation or None, now) for x in producers]
+        links = []
+        for x in producers:
+            try:
+                links.append(self.links.reach(x.address, x.incarnation or None, now))
+            except CircuitOpenError:
+                continue  # it may still come to us and ask
         accepting = Accepting(
             self._ctx,
             self,
@@ -167,15 +215,27 @@ class Consumer:
             for layer in self.links.local.caches.layers
         )
 
+    def complete(self, handle: TransferHandle) -> None:
+        """No more submits will come to that pull: the other owners have declined."""
+        pull = self.pulls.get(handle.transfer_id)
+        if pull is not None and pull.handle is handle:
+            pull.complete()
+
     def decline(self, offer: Offer, now: float) -> None:
         """Tell every producer rank that nobody of this instance will read."""
         if offer.transfer_id in self.pulls:
             self.abort(offer.transfer_id, now)
             return
         until = now + offer.lease
+        self._stop_renewing(offer)
         for endpoint in offer.endpoints:
+            self._ctx.keeping.unwatch(offer.ref(endpoint))
+            self.grants.take(offer.ref(endpoint))
             self.links.mailboxes.dial(endpoint.address).mail(
-                wire.Decline(offer.ref(endpoint), ranks_to_wire(self.ranks)), now=now, until=until
+                wire.Decline(offer.ref(endpoint), ranks_to_wire(self.ranks)),
+                now=now,
+                until=until,
+                to=endpoint.incarnation,
             )
         self._ctx.counters.count("declines.sent")
 
@@ -195,10 +255,23 @@ class Consumer:
                 continue  # it renews itself
             for endpoint, read in read_sources(self.ranks, offer):
                 if read:
-                    Renewal(self._ctx, self, endpoint, offer.ref(endpoint), now)
-        for ref, until in tuple(self.grants.items()):
-            if until <= now:
-                del self.grants[ref]
+                    ref = offer.ref(endpoint)
+                    if ref not in self.renewals:
+                        renewal = Renewal(self._ctx, self, endpoint, ref, now)
+                        if renewal.open:
+                            self.renewals[ref] = renewal
+                    self._ctx.keeping.watch(ref, bound=now + self._ctx.timeouts.transfer)
+
+    def _stop_renewing(self, offer: Offer) -> None:
+        """From here on its pull renews it, or nobody.
+
+        A grant that was asked for before the pull must not be taken for one of after it: the
+        blocks are free once the pull has released them.
+        """
+        for endpoint in offer.endpoints:
+            renewal = self.renewals.get(offer.ref(endpoint))
+            if renewal is not None:
+                renewal.stop()
 
     def fail_live(self, handle: TransferHandle, error: TransferError, now: float) -> bool:
         """A later submit was refused: the whole transfer fails. False if it is not ours."""
@@ -236,8 +309,12 @@ class Consumer:
     def _check_room(self, transfer_id: str) -> None:
         if transfer_id in self.pulls or transfer_id in self.accepts:
             raise InvalidInputError(f"transfer {transfer_id!r} is under way already")
-        if len(self.pulls) + len(self.accepts) >= self._ctx.config.limits.transfers:
-            raise CapacityError(f"{self._ctx.config.limits.transfers} transfers are under way")
+        limit = self._ctx.config.limits.transfers
+        # What has failed and only drains keeps its blocks, not its place.
+        if len(self.pulls) + len(self.accepts) - len(self.drainings) >= limit:
+            raise CapacityError(f"{limit} transfers are under way")
+        if len(self.drainings) >= limit + self._ctx.config.limits.quarantined:
+            raise CapacityError(f"{len(self.drainings)} transfers have failed and are not drained")
         if self.quarantine.full:
             raise CapacityError(
                 f"{len(self.quarantine)} transfers are in quarantine: the limit",
@@ -250,6 +327,10 @@ class Consumer:
         seq = next(self._next_seq)
         self._seqs[seq] = asker
         return seq
+
+    def closing_seq(self) -> int:
+        """A number above those of all requests sent so far, and below those to come."""
+        return next(self._next_seq)
 
     def forget_seq(self, seq: int) -> None:
         self._seqs.pop(seq, None)
@@ -284,16 +365,27 @@ class Consumer:
         accepting = self.accepts.get(message.transfer)
         if accepting is None:
             self._early_asks.add(message.transfer, link, now)
+            self._ctx.sweeper.arm()
         else:
             accepting.grant(link, now)
 
-    def on_seal(self, link: Link, message: wire.Seal, now: float) -> None:
+    def on_seal(self, link: Link, message: wire.Seal, now: float) -> bool:
+        """False if it must not be confirmed; see ``Accepting.on_seal``."""
+        theirs = ranks_from_wire(message.ranks)
         accepting = self._accepting(message.ref)
         if accepting is not None:
-            theirs = ranks_from_wire(message.ranks)
-            accepting.on_seal(
-                link.incarnation, message, rank_of(theirs), writer_ranks(self.ranks, theirs), now
+            return accepting.on_seal(
+                link, message, rank_of(theirs), writer_ranks(self.ranks, theirs), now
             )
+        if message.ref in self._outcomes:
+            error = self._outcomes.get(message.ref)
+        else:
+            error = TransferError("it is not, or no longer, accepted here", kind=ErrorKind.STALE)
+        if error is not None:
+            return refuse_seal(self._ctx, link, message.ref, error, now)
+        if link.version >= SEALED_SINCE:
+            tell_sealed(self._ctx, link, message.ref, None, now)
+        return True
 
     def on_push_failed(self, sender: str, message: wire.PushFailed, now: float) -> None:
         accepting = self._accepting(message.ref)
@@ -310,23 +402,34 @@ class Consumer:
     # ---- from transfers ----------------------------------------------------------------------
 
     def granted(self, ref: wire.Ref, until: float, now: float) -> None:
-        """Remember a grant for the pull that will follow; those that ended make room."""
-        self.grants[ref] = until
-        if len(self.grants) > self._ctx.config.limits.early:
-            self.grants = {known: end for known, end in self.grants.items() if end > now}
-            while len(self.grants) > self._ctx.config.limits.early:
-                self.grants.pop(next(iter(self.grants)))  # that pull asks again
-                self._ctx.counters.count("grants.evicted")
+        """``renew`` obtained a grant for a pull that will follow."""
+        self._ctx.keeping.granted(ref, until)
+        self._remember(ref, until)
+
+    def _remember(self, ref: wire.Ref, until: float) -> None:
+        """Keep a grant for its pull, while it lasts."""
+        evicted = self.grants.evicted
+        self.grants.add(ref, until)
+        self._ctx.counters.count("grants.evicted", self.grants.evicted - evicted)
+        self._ctx.sweeper.arm()
+
+    def keeper_renewed(self, ref: wire.Ref, until: float, sent: float, now: float) -> None:
+        """Our keeper obtained a grant: for a pull, or for one that will follow."""
+        pull = self.pulls.get(ref.transfer)
+        if pull is None or not pull.keeper_renewed(ref, until, sent, now):
+            self._remember(ref, until)
 
     def granted_ahead(self, ref: wire.Ref) -> float:
         """Until when ``renew`` has obtained a grant; minus infinity if it has not."""
-        return self.grants.pop(ref, -math.inf)
+        return self.grants.take(ref)
 
     def pull_ended(self, pull: Pull) -> None:
         if self.pulls.get(pull.offer.transfer_id) is pull:
             del self.pulls[pull.offer.transfer_id]
 
-    def accept_ended(self, accepting: Accepting) -> None:
+    def accept_ended(self, accepting: Accepting, now: float) -> None:
+        self._outcomes.add(accepting.ref, accepting.error, now)
+        self._ctx.sweeper.arm()
         if self.accepts.get(accepting.handle.transfer_id) is accepting:
             del self.accepts[accepting.handle.transfer_id]
 

@@ -7,14 +7,23 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+import attrs
+
+from kvxfer.agent.admission import Desk
+from kvxfer.agent.keeping import Keeping
+from kvxfer.agent.posting import StuckThreads
+from kvxfer.agent.sweeper import Sweeper
+from kvxfer.agent.trust import Trust
 from kvxfer.core import wire
 from kvxfer.core.timers import Timers
+from kvxfer.policies.breaker import BreakerTable
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
     from kvxfer.agent.config import AgentConfig
+    from kvxfer.agent.handles import TransferHandle
     from kvxfer.core.channel import Channel, Route
     from kvxfer.core.clock import Clock
     from kvxfer.core.events import Event
@@ -80,11 +89,17 @@ class Context:
         self.events: collections.deque[Event] = collections.deque()
         self.in_flight = 0
         """Pieces posted and not drained, all peers: while there are any, engines are polled."""
+        self.desk = Desk(self, config.admission)
+        self.breakers: BreakerTable[str] = BreakerTable(config.breaker, most=config.limits.peers)
+        self.stuck = StuckThreads()
         self._observer = observer
         self._mids = itertools.count(1)
         self._soon: dict[Steppable, None] = {}
         self._nudged: collections.deque[Steppable] = collections.deque()
         self._timers: Timers[Steppable] = Timers()
+        self.sweeper = Sweeper(self)
+        self.trust = Trust(self)
+        self.keeping = Keeping(self, None, None)
 
     # ---- wake-ups ----------------------------------------------------------------------------
 
@@ -137,7 +152,10 @@ class Context:
 
     # ---- output ------------------------------------------------------------------------------
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event, handle: TransferHandle | None = None) -> None:
+        """Publish ``event``, with what the user hung on the transfer it belongs to."""
+        if handle is not None and (handle.tag is not None or handle.owners):
+            event = attrs.evolve(event, tag=handle.tag, owners=handle.owners)
         self.events.append(event)
         self.counters.count(f"events.{type(event).__name__.lower()}")
         if self._observer is not None:
@@ -147,16 +165,24 @@ class Context:
                 self.counters.count("observers.failed")
                 _log.exception("the observer of events failed")
 
-    def send(self, route: Route, body: wire.Message) -> None:
-        """Send once; may be lost."""
-        self._transmit(route, wire.encode(self.incarnation, body))
+    def send(self, route: Route, body: wire.Message, version: int | None = None) -> None:
+        """Send once; may be lost. ``version`` left out: the oldest, for who is not known yet."""
+        oldest = self.config.wire_versions[0]
+        self._transmit(route, wire.encode(self.incarnation, body, version=version or oldest))
 
     def mail(
-        self, outbox: Outbox, route: Route, body: wire.Message, *, now: float, until: float
+        self,
+        outbox: Outbox,
+        route: Route,
+        body: wire.Message,
+        *,
+        now: float,
+        until: float,
+        version: int,
     ) -> int:
         """Send now and again until confirmed or ``until``; returns the message id."""
         mid = next(self._mids)
-        frame = wire.encode(self.incarnation, body, mid)
+        frame = wire.encode(self.incarnation, body, mid, version=version)
         outbox.put(mid, frame, now=now, until=until)
         self._transmit(route, frame)
         return mid

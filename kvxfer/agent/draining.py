@@ -115,7 +115,8 @@ class Draining:
     def _begin_fences(self) -> None:
         self._fences = []
         for link in self._links:
-            if link.transport is None or link.peer is None:
+            peers = link.peers_to_fence
+            if link.transport is None or not peers:
                 # Never connected from here, so nothing of ours was posted. A peer that writes
                 # needs no connection of ours: then there is nothing that we could fence.
                 if self._peers_write:
@@ -123,8 +124,9 @@ class Draining:
                         f"no connection to {link.incarnation} that could be fenced"
                     )
                 continue
-            self._fences.append(link.transport.fence(link.peer))
-            self._ctx.counters.count("fences.begun")
+            for peer in peers:
+                self._fences.append(link.transport.fence(peer))
+                self._ctx.counters.count("fences.begun")
 
     def _enter_quarantine(self, now: float) -> None:
         reason = "; ".join(self._reasons) or "no proof and no fence by the drain deadline"
@@ -137,8 +139,12 @@ class Draining:
         )
         self._ctx.emit(
             Quarantined(
-                transfer_id=self.transfer_id, role=self.role, blocks=self._blocks, reason=reason
-            )
+                transfer_id=self.transfer_id,
+                role=self.role,
+                blocks=self._blocks,
+                reason=reason,
+            ),
+            self.handle,
         )
 
     def reclaim(self, now: float) -> None:
@@ -155,6 +161,10 @@ class Draining:
         self._ended(self)
         self._ctx.emit(
             Drained(
-                transfer_id=self.transfer_id, role=self.role, blocks=self._blocks, drained_by=by
-            )
+                transfer_id=self.transfer_id,
+                role=self.role,
+                blocks=self._blocks,
+                drained_by=by,
+            ),
+            self.handle,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 __all__ = ["Early"]
@@ -42,10 +43,28 @@ class Early(Generic[T]):
         entry = self._entries.pop(transfer_id, None)
         return [] if entry is None else entry[1]
 
+    def discard(self, transfer_id: str, unwanted: Callable[[T], bool]) -> None:
+        """Drop requests for this id that have become pointless."""
+        entry = self._entries.get(transfer_id)
+        if entry is not None:
+            entry[1][:] = [request for request in entry[1] if not unwanted(request)]
+            if not entry[1]:
+                del self._entries[transfer_id]
+
+    def expire(self, now: float) -> None:
+        """Drop what is older than the time to live."""
+        self._drop_old(now)
+
+    def next_at(self) -> float | None:
+        """When ``expire`` has something next."""
+        if not self._entries:
+            return None
+        return next(iter(self._entries.values()))[0] + self._ttl
+
     def _drop_old(self, now: float) -> None:
         while self._entries:
             transfer_id, (arrived, _) = next(iter(self._entries.items()))
-            if now - arrived <= self._ttl:
+            if now < arrived + self._ttl:
                 return
             del self._entries[transfer_id]
             self.evicted += 1

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.consumer import Consumer
+from kvxfer.agent.keeping import Keeping, KeepingHooks
 from kvxfer.agent.linktable import LinkTable
 from kvxfer.agent.part import Call
 from kvxfer.agent.producer import Producer
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from kvxfer.agent.hello import LocalHello
     from kvxfer.agent.links import Link
     from kvxfer.core.attempt import Attempt
-    from kvxfer.core.channel import Inbound
+    from kvxfer.core.channel import Inbound, Route
     from kvxfer.core.transport import Transport
+    from kvxfer.keeper.port import KeeperPort
 
 __all__ = ["Engine"]
 
@@ -40,6 +42,9 @@ _BUDGET = 1024
 """Messages and attempts taken per round and source, so that none starves the others."""
 
 
+_RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in wire.MESSAGES}
+
+
 class Engine:
     """Progress thread only, but for ``order``."""
 
@@ -47,14 +52,46 @@ class Engine:
         self.ctx = ctx
         self.local = local
         self.transports = tuple(transports)
+        self._revisions = [transport.revision for transport in self.transports]
         self.links = LinkTable(ctx, local)
         self.consumer = Consumer(ctx, self.links)
         self.producer = Producer(ctx, self.links, self.consumer.quarantine)
-        self._inbox = Inbox()
+        self.links.on_ended = self.producer.reader_left
+        self._inbox = Inbox(ttl=ctx.config.limits.remembered_ttl)
+        ctx.sweeper.watch(self._inbox)
         # Taken and not looked at yet: what follows a bug in one of them is not lost.
         self._attempts: collections.deque[Attempt] = collections.deque()
         self._inbound: collections.deque[Inbound] = collections.deque()
+        self._confirms: dict[tuple[Route, int | None], list[int]] = {}
+        """Message ids to confirm when this round's messages are handled."""
         self._orders: collections.deque[Callable[[float], None]] = collections.deque()
+
+    def open_keeper(self, port: KeeperPort, now: float) -> None:
+        """Have a keeper started, in the background."""
+        hooks = KeepingHooks(
+            leases=self.producer.leases,
+            opened=self.producer.keeper_opened,
+            closed=self.producer.keeper_answered,
+            renewed=self.consumer.keeper_renewed,
+            quiet=self._peer_quiet,
+            address_changed=self._keeper_moved,
+            links=lambda: iter(self.links),
+            next_seq=self.consumer.closing_seq,
+        )
+        self.ctx.keeping = Keeping(self.ctx, port, self.ctx.config.keeper)
+        self.ctx.keeping.open(hooks, now)
+
+    def _peer_quiet(self, incarnation: str, now: float) -> None:
+        link = self.links.of(incarnation)
+        config = self.ctx.config.keeper
+        if link is not None and config is not None:
+            link.quiet(config.peer_timeout / 2, now)
+
+    def _keeper_moved(self, address: str, now: float) -> None:
+        """Peers have to know where our keeper is reached now, or that it is not."""
+        generation = self.local.keeper.generation + 1
+        self.local.keeper = wire.KeeperWire(address, generation)
+        self.links.readdressed(now)
 
     def order(self, order: Callable[[float], None]) -> None:
         """Have ``order(now)`` called in the next round. Any thread; never waits."""
@@ -74,6 +111,9 @@ class Engine:
                 continue
             more = more or len(changed) == _BUDGET
             self._attempts.extend(changed)
+            for peer in transport.lost_peers():
+                self.links.on_peer_lost(peer, now)
+        self._tell_new_addresses(now)
         while self._attempts:
             attempt = self._attempts.popleft()
             if isinstance(attempt.tag, Call):
@@ -82,13 +122,40 @@ class Engine:
             self.links.on_route_lost(route, now)
         inbound = self.ctx.channel.receive(_BUDGET)
         more = more or len(inbound) == _BUDGET
+        # Read after what came, so that no grant is counted from before its request was sent, however
+        # long this process was held up in between.
+        came = max(now, self.ctx.clock.now())
+        # Whatever the messages are about, the keeper knew of it before: see ``keeping``.
+        self.ctx.keeping.collect(came)
         self._inbound.extend(inbound)
+        if self._inbound:
+            # Once for all of them: what ages was added to, and acks may have moved deadlines.
+            self.ctx.sweeper.arm()
+            self.ctx.soon(self.producer)
         while self._inbound:
-            self._receive(self._inbound.popleft(), now)
+            self._receive(self._inbound.popleft(), came)
+        self._confirm()
         self.ctx.run_due(now)
+        self.ctx.keeping.flush(now)
         if more or self._orders:
             return now
         return self.ctx.next_at()
+
+    def _confirm(self) -> None:
+        """Confirm what this round has handled: one message per peer, however many came."""
+        while self._confirms:
+            (route, version), mids = self._confirms.popitem()
+            for first in range(0, len(mids), _BUDGET):
+                self.ctx.send(route, wire.Confirm(mids[first : first + _BUDGET]), version)
+
+    def _tell_new_addresses(self, now: float) -> None:
+        """Engines that were rebuilt are addressed otherwise: the peers have to know."""
+        revisions = [transport.revision for transport in self.transports]
+        if revisions != self._revisions:
+            self._revisions = revisions
+            self.local.revision += 1
+            self.ctx.counters.count("transports.readdressed")
+            self.links.readdressed(now)
 
     def run_orders(self, now: float) -> None:
         """Carry out what users' threads asked for."""
@@ -96,80 +163,138 @@ class Engine:
             self._orders.popleft()(now)
 
     @property
+    def remembered(self) -> int:
+        """What has ended, or was seen, and is remembered for a while."""
+        return (
+            len(self._inbox)
+            + len(self.links.mailboxes.departed)
+            + self.producer.remembered
+            + self.consumer.remembered
+        )
+
+    @property
     def must_poll(self) -> bool:
         """Whether an engine that does not wake us may have news."""
         return self.ctx.in_flight > 0 and any(t.must_be_polled for t in self.transports)
 
     def farewell(self) -> None:
-        """Tell the peers that we close; once, they notice anyway."""
+        """Tell the peers that we close; once, they notice anyway.
+
+        The good-bye carries what it might overtake: what we have confirmed, and our last words that
+        the peer has not.
+        """
+        confirmed = self._inbox.recent(wire.MAX_LAST_WORDS)
         for link in self.links:
-            if link.hello is not None:
-                link.mailbox.send(wire.Bye())
+            if link.hello is None:
+                continue
+            bye = wire.Bye()
+            if link.version >= 2:
+                bye = wire.Bye(confirmed.get(link.incarnation, []), _last_words(link))
+            link.mailbox.send(bye)
 
     # ---- messages ----------------------------------------------------------------------------
 
     def _receive(self, inbound: Inbound, now: float) -> None:
         """One message from outside. Whatever it is, the loop lives."""
         try:
-            envelope = wire.decode(inbound.data)
+            envelope = wire.decode(inbound.data, self.local.versions)
             self._dispatch(inbound, envelope, now)
         except (WireError, InvalidInputError):
             self.ctx.counters.count("messages.rejected")
+            if wire.unknown_type(inbound.data) is not None:
+                self.ctx.counters.count("messages.unknown_type")
         except CapacityError:
             self.ctx.counters.count("messages.over_capacity")
 
     def _dispatch(self, inbound: Inbound, envelope: wire.Envelope, now: float) -> None:
         body, sender, route = envelope.body, envelope.sender, inbound.route
-        self.ctx.counters.count(f"received.{type(body).__name__.lower()}")
-        match body:
-            case wire.Confirm():
-                self._on_confirm(inbound, sender, body, now)
-                return
-            case wire.Hello():
-                self.links.on_hello(route, sender, body, now)
-                if envelope.mid:
-                    self.ctx.send(route, wire.Confirm([envelope.mid]))
-                return
-            case wire.HelloRefused():
-                self.links.on_hello_refused(route, body, now)
-                return
-            case wire.Who():
-                self.links.on_who(route, sender, now)
-                return
-            case wire.Bye():
-                self.links.on_bye(sender)
-                return
+        trust = self.ctx.trust
+        if trust.tickets is not None and not trust.admits(sender, inbound.peer, body):
+            return
+        self.ctx.counters[_RECEIVED[type(body)]] += 1
+        if isinstance(body, _BETWEEN_AGENTS):
+            self._on_agent(inbound, envelope, now)
+            return
         link = self.links.of(sender)
         if link is None and not isinstance(body, (wire.Release, wire.Decline)):
             # Not confirmed: it is sent again once we know each other.
             self.ctx.counters.count("messages.from_strangers")
             self.ctx.send(route, wire.Who())
             return
-        if not envelope.mid:
-            self._handle(link, sender, body, now)
-            return
-        if self._inbox.seen(sender, envelope.mid):
-            self.ctx.counters.count("messages.duplicate")
-        else:
-            # Confirmed only once it was handled: what raises is sent again.
-            self._handle(link, sender, body, now)
-            self._inbox.first_time(sender, envelope.mid)
-        self.ctx.send(route, wire.Confirm([envelope.mid]))
+        if self._handle_once(link, route, envelope, now) and envelope.mid:
+            version = link.version if link is not None else None
+            self._confirms.setdefault((route, version), []).append(envelope.mid)
 
-    def _handle(self, link: Link | None, sender: str, body: wire.Message, now: float) -> None:
+    def _on_agent(self, inbound: Inbound, envelope: wire.Envelope, now: float) -> None:
+        """What two agents have to say to each other before, or besides, any transfer."""
+        body, sender, route = envelope.body, envelope.sender, inbound.route
+        match body:
+            case wire.Confirm():
+                self._on_confirm(inbound, sender, body.mids, now)
+            case wire.Hello():
+                self.links.on_hello(route, sender, body, now)
+                if envelope.mid:
+                    self.ctx.send(route, wire.Confirm([envelope.mid]))
+            case wire.HelloRefused():
+                self.links.on_hello_refused(route, body, now)
+            case wire.Who():
+                self.links.on_who(route, sender, now)
+            case wire.Bye():
+                self._on_bye(inbound, sender, body, now)
+
+    def _handle_once(
+        self, link: Link | None, route: Route, envelope: wire.Envelope, now: float
+    ) -> bool:
+        """Handle it unless it was before. False: it must not be confirmed."""
+        sender, mid = envelope.sender, envelope.mid
+        if not mid:
+            return self._handle(link, route, sender, envelope.body, now)
+        if self._inbox.seen(sender, mid):
+            self.ctx.counters.count("messages.duplicate")
+            return True
+        # Remembered and confirmed only once it was handled: what raises is sent again.
+        if not self._handle(link, route, sender, envelope.body, now):
+            return False
+        self._inbox.remember(sender, mid, now)
+        return True
+
+    def _on_bye(self, inbound: Inbound, sender: str, body: wire.Bye, now: float) -> None:
+        """The peer closes: first what it still had to say, then the end of the link."""
+        link = self.links.of(sender)
+        self._on_confirm(inbound, sender, body.confirmed, now)
+        for frame in body.last:
+            try:
+                envelope = wire.decode(frame, self.local.versions)
+                if envelope.sender != sender or not isinstance(envelope.body, _LAST_WORDS):
+                    raise WireError("not the sender's last words")
+                self._handle_once(link, inbound.route, envelope, now)
+            except (WireError, InvalidInputError):
+                self.ctx.counters.count("messages.rejected")
+        if link is not None:
+            self.links.mailboxes.depart(sender, now)
+        self.links.on_bye(sender)
+        self.producer.reader_left(sender, now)
+
+    def _handle(
+        self, link: Link | None, route: Route, sender: str, body: wire.Message, now: float
+    ) -> bool:
+        """False: not settled, so it must not be confirmed."""
+        trust = self.ctx.trust
+        if trust.tickets is not None and not trust.allows(link, sender, body):
+            return False
         match body:
             case wire.Release():
                 # This and a decline get through even from a peer whose hello we lost.
-                self.producer.on_release(body, now)
-                return
+                self.producer.on_release(sender, body, now)
+                return True
             case wire.Decline():
-                self.producer.on_decline(body, now)
-                return
+                self.producer.on_decline(sender, body, now)
+                return True
         if link is None:
-            return
+            return True
         match body:
             case wire.Open():
-                self.producer.on_open(link, body, now)
+                self.producer.on_open(link, route, body, now)
             case wire.Grant():
                 self.consumer.on_grant(sender, body, now)
             case wire.Gone():
@@ -180,12 +305,15 @@ class Engine:
                 if not self.producer.on_accept(sender, body, now):
                     self._push_nothing(link, body.ref, now)
             case wire.Seal():
-                self.consumer.on_seal(link, body, now)
+                return self.consumer.on_seal(link, body, now)
+            case wire.Sealed():
+                self.producer.on_sealed(sender, body, _kind(body.kind), now)
             case wire.PushFailed():
                 self.consumer.on_push_failed(sender, body, now)
             case wire.Cancel():
                 if not self.producer.on_cancel(sender, body, _kind(body.kind), now):
                     self._push_nothing(link, body.ref, now)
+        return True
 
     def _push_nothing(self, link: Link, ref: wire.Ref, now: float) -> None:
         """Nothing of that grant is in flight, nor ever will be."""
@@ -193,16 +321,34 @@ class Engine:
             wire.PushFailed(ref, ErrorKind.STALE.value, "nothing is being pushed", True, False),
             now=now,
             until=now + self.ctx.timeouts.ack,
+            to=link.incarnation,
         )
 
-    def _on_confirm(self, inbound: Inbound, sender: str, body: wire.Confirm, now: float) -> None:
+    def _on_confirm(self, inbound: Inbound, sender: str, mids: Sequence[int], now: float) -> None:
         link = self.links.of(sender)
         box = self.links.mailboxes.get(inbound.route)
         if box is None and link is not None:
             box = link.mailbox
         if box is not None:
-            for mid in body.mids:
+            for mid in mids:
                 box.confirmed(mid, now)
+
+
+_BETWEEN_AGENTS = (wire.Confirm, wire.Hello, wire.HelloRefused, wire.Who, wire.Bye)
+_LAST_WORDS = (wire.Release, wire.Decline, wire.Gone, wire.Sealed, wire.PushFailed)
+"""What still matters once its sender has closed. A seal does not: what is under way fails then."""
+
+
+def _last_words(link: Link) -> list[bytes]:
+    """Frames for a peer that it has not confirmed, as many as fit into a good-bye."""
+    words: list[bytes] = []
+    left = wire.MAX_FRAME_NBYTES // 2
+    for frame in link.mailbox.outbox.frames():
+        if len(words) < wire.MAX_LAST_WORDS and len(frame) < min(left, wire.MAX_OPAQUE_NBYTES):
+            if isinstance(wire.decode(frame).body, _LAST_WORDS):
+                words.append(frame)
+                left -= len(frame)
+    return words
 
 
 def _kind(text: str) -> ErrorKind:

@@ -45,17 +45,27 @@ class TransferHandle:
         "drained",
         "error",
         "nbytes",
+        "owners",
         "payload",
         "role",
         "state",
+        "tag",
         "transfer_id",
     )
 
     def __init__(
-        self, transfer_id: str, role: Role, abort: Callable[[TransferHandle], None]
+        self,
+        transfer_id: str,
+        role: Role,
+        abort: Callable[[TransferHandle], None],
+        *,
+        tag: object = None,
     ) -> None:
         self.transfer_id = transfer_id
         self.role = role
+        self.tag = tag
+        self.owners: tuple[str, ...] = ()
+        """Requests of ours that share the transfer, where they were named."""
         self.state = TransferState.PENDING
         self.drained = False
         self.error: TransferError | None = None
@@ -113,6 +123,14 @@ class TransferHandle:
         return self._as_future().__await__()
 
     # ---- for the agent -----------------------------------------------------------------------
+
+    def _join(self, owner: str) -> bool:
+        """One more owner. False if it has ended: then its event did not name this one."""
+        with self._lock:
+            if self.done:
+                return False
+            self.owners = (*self.owners, owner)
+            return True
 
     def _finish(
         self, state: TransferState, *, drained: bool, tell: Callable[[], None] | None = None

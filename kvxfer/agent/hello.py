@@ -39,6 +39,7 @@ class PeerHello:
     infos: Mapping[str, PeerInfo]
     descriptors: Mapping[str, tuple[Descriptor, ...]]
     layers: tuple[LayerRef, ...]
+    keeper: wire.KeeperWire | None = None
 
     @classmethod
     def from_wire(cls, sender: str, message: wire.Hello) -> PeerHello:
@@ -62,6 +63,11 @@ class PeerHello:
                     data=r.data,
                 )
                 for r in t.regions
+            )
+        if message.keeper is None and message.versions[1] >= 2:
+            raise WireError(
+                f"hello of {message.name!r}: it speaks wire version {message.versions[1]} and does "
+                "not say where its keeper is reached, or that it has none"
             )
         try:
             layers = tuple(
@@ -93,6 +99,7 @@ class PeerHello:
             infos=infos,
             descriptors=descriptors,
             layers=layers,
+            keeper=message.keeper,
         )
 
 
@@ -111,11 +118,13 @@ class LocalHello:
     fingerprint: str
     transports: Sequence[Transport]
     caches: Caches
+    versions: tuple[int, int] = (wire.WIRE_MIN, wire.WIRE_MAX)
     revision: int = 0
+    keeper: wire.KeeperWire = wire.KeeperWire("", 0)
 
     def message(self, *, answer: bool, session: int) -> wire.Hello:
         return wire.Hello(
-            versions=(wire.WIRE_MIN, wire.WIRE_MAX),
+            versions=self.versions,
             answer=answer,
             session=session,
             revision=self.revision,
@@ -125,6 +134,7 @@ class LocalHello:
             fingerprint=self.fingerprint,
             transports=[self.caches.transport_wire(t) for t in self.transports],
             layers=self.caches.layers_wire(),
+            keeper=self.keeper,
         )
 
     def check(self, peer: PeerHello) -> None:
@@ -133,11 +143,10 @@ class LocalHello:
         Raises:
             HandshakeError: names both sides' values.
         """
-        low, high = peer.versions
-        if low > wire.WIRE_MAX or high < wire.WIRE_MIN:
+        if wire.common_version(self.versions, peer.versions) is None:
             raise HandshakeError(
-                f"{peer.name!r} speaks wire versions {low} to {high}, we speak {wire.WIRE_MIN} to "
-                f"{wire.WIRE_MAX}",
+                f"{peer.name!r} speaks wire versions {peer.versions[0]} to {peer.versions[1]}, we "
+                f"speak {self.versions[0]} to {self.versions[1]}",
                 next_step="upgrade the older side",
             )
         if peer.fingerprint != self.fingerprint:

@@ -4,6 +4,10 @@ A link goes through: dial, hello, transport connected, and, once somebody wants 
 prepared.  Every stage is bounded by ``Timeouts.connect``; a link that fails tells its waiters and
 leaves the table, so that the next submit starts a fresh handshake.  A peer that restarted is a new
 link: nothing of the old one is reused.
+
+A path that failed is prepared anew.  If that did not help, or cannot be done, the connection is
+made anew as well, on both sides.  Both are charged to the peer's circuit breaker: when it opens,
+the link fails, and transfers to that peer fail at once until the pause is over.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from kvxfer.agent.mapping import LinkLayers, match_link
 from kvxfer.agent.poster import Poster
 from kvxfer.core import wire
 from kvxfer.core.events import PeerDown, PeerUp
+from kvxfer.core.verdict import Action
 from kvxfer.errors import (
+    CircuitOpenError,
     ErrorKind,
     GeometryError,
     HandshakeError,
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     from kvxfer.core.memory import Descriptor, Region
     from kvxfer.core.pollable import Pollable
     from kvxfer.core.transport import Path, Peer, Transport
-    from kvxfer.policies.retry import RetryRun
+    from kvxfer.policies.retry import Decision, RetryRun
 
 __all__ = ["Link", "LinkState"]
 
@@ -64,6 +70,21 @@ class PathState:
     run: RetryRun | None = None
     deadline: float | None = None
     wanted: bool = False
+    failures: int = 0
+    """Paths that failed since something last arrived over one."""
+
+
+_CHARGED = frozenset(
+    {
+        ErrorKind.CONNECTION,
+        ErrorKind.HANDSHAKE,
+        ErrorKind.PEER_LOST,
+        ErrorKind.TIMEOUT,
+        ErrorKind.UNKNOWN,
+    }
+)
+"""Links that failed in these ways count as faults of the peer. A peer that restarted or was fenced
+(STALE) has a reason of its own, and another life is another breaker."""
 
 
 class Link:
@@ -85,6 +106,8 @@ class Link:
         """The incarnation we were told to reach; None: whoever answers there."""
         self.state = LinkState.HELLO
         self.hello: PeerHello | None = None
+        self.version = self._ctx.config.wire_versions[0]
+        """The wire version both sides speak, once the peer said hello."""
         self.error: KvxferError | None = None
         self.transport: Transport | None = None
         self.peer: Peer | None = None
@@ -99,8 +122,17 @@ class Link:
         self._deadline = now + self._ctx.timeouts.connect
         self._hello_at = now
         self._hello_interval = 0.02
+        self._greet_until = 0.0
         self._suspect_until: float | None = None
+        self._suspicion = ""
+        self.keeper: wire.KeeperWire | None = None
+        """Where the peer's keeper is reached; None from a peer that cannot have one."""
         self._announced = False
+        self.allowed = False
+        """The circuit breaker let this link through."""
+        self._greeting = False
+        """What we know of the peer is out of date: nothing is tried before its next hello."""
+        self._old_peers: list[Peer] = []
         self.session = table.next_session()
 
     def __repr__(self) -> str:
@@ -114,6 +146,11 @@ class Link:
     def address(self) -> str:
         """Where it was dialled, or where it says it can be dialled, or empty."""
         return self.mailbox.address or (self.hello.address if self.hello is not None else "")
+
+    @property
+    def breaker(self) -> str:
+        """The name of this peer's circuit breaker: its incarnation, or where it was dialled."""
+        return self.incarnation or self.mailbox.address
 
     @property
     def usable(self) -> bool:
@@ -157,6 +194,9 @@ class Link:
             return
         if self.state is LinkState.HELLO:
             self._say_hello(now)
+        elif self._greeting:
+            self._greet(now)
+            return
         if self.state is LinkState.CONNECTING:
             self._connect(now)
         if self.state is LinkState.UP and self._suspect_until is not None:
@@ -186,6 +226,9 @@ class Link:
         if self.hello is not None:
             if hello.incarnation == self.hello.incarnation:
                 self._suspect_until = None
+                if self._greeting:
+                    self._greeting = False
+                    self._ctx.soon(self)
                 self._refresh(hello, now)
             return
         if self.expected is not None and hello.incarnation != self.expected:
@@ -204,9 +247,13 @@ class Link:
             self.transport = self._table.local.choose(hello)
             self._match(hello)
         except (HandshakeError, GeometryError, InvalidInputError) as error:
-            self.mailbox.send(wire.HelloRefused((wire.WIRE_MIN, wire.WIRE_MAX), str(error)[:4096]))
+            self.mailbox.send(wire.HelloRefused(self._table.local.versions, str(error)[:4096]))
             self.fail(error, now)
             return
+        if self.mailbox.address and self._ctx.breakers.success(self.mailbox.address, now):
+            self._ctx.counters.count("breakers.closed")
+        self.version = wire.common_version(self._table.local.versions, hello.versions) or 0
+        self.mailbox.version = self.version
         self.state = LinkState.CONNECTING
         self._ctx.soon(self)
 
@@ -236,6 +283,7 @@ class Link:
         assert self.transport is not None
         if self.peer is not None:
             self.transport.disconnect(self.peer)
+            self._old_peers = [*self._undrained_peers(), self.peer]
             self.peer = None
         self.state = LinkState.CONNECTING
         self._connecting = self._connect_run = None
@@ -248,9 +296,43 @@ class Link:
         self._caches = self._table.local.caches
         self.layers = match_link(self._caches, self._table.local.ranks, hello.layers, hello.ranks)
 
-    def greet_again(self) -> None:
-        """What we know of the peer is out of date: have it introduce itself again."""
-        self.mailbox.send(self._hello_message())
+    @property
+    def peers_to_fence(self) -> list[Peer]:
+        """The connection, and earlier ones on which something may still be in flight."""
+        return [*self._undrained_peers(), *([self.peer] if self.peer is not None else [])]
+
+    def _undrained_peers(self) -> list[Peer]:
+        transport = self.transport
+        if transport is None:
+            return []
+        return [p for p in self._old_peers if any(x.undrained for x in transport._paths_of(p))]
+
+    def _renew(self, now: float) -> None:
+        """Make the connection anew, on both sides: the peer does the same on our next hello."""
+        self.session = self._table.next_session()
+        self._reconnect(now)
+        self._ask_for_hello(now)
+
+    def _ask_for_hello(self, now: float) -> None:
+        """What we know of the peer is out of date: nothing is tried before it said hello again."""
+        if not self._greeting:
+            self._greeting = True
+            self._greet_until = now + self._ctx.timeouts.connect
+            self._hello_at, self._hello_interval = now, 0.02
+            self._ctx.counters.count("peers.greeted_again")
+        self._ctx.soon(self)
+
+    def _greet(self, now: float) -> None:
+        if now >= self._greet_until:
+            seconds = self._ctx.timeouts.connect
+            error = PeerLostError(f"{self!r}: asked to say hello again, it did not in {seconds} s")
+            self.fail(error, now)
+            return
+        if now >= self._hello_at:
+            self.mailbox.send(self._hello_message())
+            self._hello_at = now + self._hello_interval
+            self._hello_interval = min(self._hello_interval * 2, 0.5)
+        self._ctx.at(self, min(self._hello_at, self._greet_until))
 
     def caches_changed(self, now: float) -> None:
         """We registered other caches: pair again, tell the peer, prepare a new path."""
@@ -266,26 +348,49 @@ class Link:
         self._ctx.soon(self)
         self._changed()
 
+    def readdressed(self, now: float) -> None:
+        """Our engine's addresses are new: tell the peer. Our own path goes on."""
+        if self.hello is not None and self.usable:
+            self.mailbox.mail(self._hello_message(), now=now, until=now + self._ctx.timeouts.ack)
+
     def suspect(self, now: float) -> None:
         """The connection dropped. The peer has ``Timeouts.connect`` to say hello again."""
-        if self.state is LinkState.UP and self._suspect_until is None:
-            self._suspect_until = now + self._ctx.timeouts.connect
+        self._suspect("the connection dropped", self._ctx.timeouts.connect, now)
+
+    def quiet(self, within: float, now: float) -> None:
+        """Its keeper is not heard of: dead with it, or dead alone. It has ``within`` seconds."""
+        self._suspect("its keeper was not heard of", within, now)
+
+    def _suspect(self, why: str, within: float, now: float) -> None:
+        if self.state is not LinkState.UP:
+            return
+        if self._suspect_until is None:
+            self._suspect_until = now + within
             self._hello_at, self._hello_interval = now, 0.02
             self._ctx.counters.count("peers.suspected")
-            self._ctx.soon(self)
+        elif now + within >= self._suspect_until:
+            return
+        self._suspect_until, self._suspicion = now + within, why
+        self._ctx.soon(self)
+
+    def learn_keeper(self, keeper: wire.KeeperWire | None) -> None:
+        """The peer said where its keeper is reached; an older word is ignored."""
+        known = self.keeper
+        if known is None or (keeper is not None and keeper.generation >= known.generation):
+            self.keeper = keeper
+        self._ctx.keeping.met(self)
 
     def _check_suspect(self, now: float) -> None:
         assert self._suspect_until is not None
         if now >= self._suspect_until:
-            self.fail(
-                PeerLostError(
-                    f"{self!r}: the connection dropped and nobody came back within "
-                    f"{self._ctx.timeouts.connect} s"
-                ),
-                now,
-            )
-            return
-        if now >= self._hello_at and self.mailbox.address:
+            if not self._ctx.keeping.hears(self.incarnation):
+                error = PeerLostError(f"{self!r}: {self._suspicion} and nobody came back")
+                self.fail(error, now)
+                return
+            # The process lives and cannot answer itself: its GIL is held, or it is stopped.
+            self._suspect_until = now + self._ctx.timeouts.connect
+            self._ctx.counters.count("peers.busy")
+        if now >= self._hello_at:
             self.mailbox.send(self._hello_message())
             self._hello_at = now + self._hello_interval
             self._hello_interval = min(self._hello_interval * 2, 0.5)
@@ -297,6 +402,8 @@ class Link:
         if self._connecting is None:
             if now < self._connect_at:
                 self._ctx.at(self, self._connect_at)
+                return
+            if not self._pass_breaker(now):
                 return
             info = self.hello.infos[self.transport.name]
             try:
@@ -322,28 +429,44 @@ class Link:
         else:
             self._ctx.at(self, now + self._ctx.config.pump_interval)
 
+    def _pass_breaker(self, now: float) -> bool:
+        """Whether the network may be touched.
+
+        A peer that dialled us while it is left alone keeps its link: it can still read from us, for
+        which we need no connection to it.
+        """
+        if self.allowed or self._ctx.breakers.allows(self.breaker, now):
+            self.allowed = True
+            return True
+        free_at = now + self._ctx.breakers.wait(self.breaker, now)
+        self._deadline = free_at + self._ctx.timeouts.connect
+        self._ctx.at(self, free_at)
+        return False
+
     def _connect_failed(self, error: KvxferError, now: float) -> None:
         """Try again as the retry policy says, until the connect deadline."""
         if self._connect_run is None:
             self._connect_run = self._ctx.retry.start(
                 now, self._deadline, self._ctx.rng, phase=Phase.CONNECT
             )
-        at = self._again(self._connect_run, error, now)
-        if at is None:
+        decision = self._decide(self._connect_run, error, now)
+        if not decision.again:
             self.fail(error, now)
-        else:
-            self._connect_at = at
-            self._ctx.at(self, at)
+            return
+        if decision.action is Action.REHANDSHAKE:
+            # It may have to let us in first, and does when it hears of us.
+            self.mailbox.send(self._hello_message())
+        self._connect_at = decision.at
+        self._ctx.at(self, decision.at)
 
-    def _again(self, run: RetryRun, error: KvxferError, now: float) -> float | None:
+    def _decide(self, run: RetryRun, error: KvxferError, now: float) -> Decision:
         verdict = self._ctx.classifier.classify_exception(
             error, backend=self.transport.name if self.transport else "kvxfer", op=None
         )
         decision = run.after(verdict, now, str(error))
         if decision.again:
             self._ctx.counters.count(f"connect.retried.{verdict.kind.value}")
-            return decision.at
-        return None
+        return decision
 
     # ---- the path ----------------------------------------------------------------------------
 
@@ -397,12 +520,22 @@ class Link:
             state.run = self._ctx.retry.start(
                 now, state.deadline, self._ctx.rng, phase=Phase.CONNECT
             )
-        at = self._again(state.run, error, now)
-        if at is None:
+        decision = self._decide(state.run, error, now)
+        if not decision.again:
             self.fail(error, now)
+            return
+        state.not_before = decision.at
+        self._ctx.at(self, decision.at)
+        if decision.action not in (Action.REBUILD, Action.REHANDSHAKE):
+            return
+        # The connection itself is out of order, or what the peer told us of its memory.
+        if self._charge(error, now):
+            return
+        state.failures += 1
+        if decision.action is Action.REBUILD or state.failures > 1:
+            self._renew(now)
         else:
-            state.not_before = at
-            self._ctx.at(self, at)
+            self._ask_for_hello(now)
 
     def _region_pairs(self) -> list[tuple[Region, Descriptor]]:
         assert self.hello is not None
@@ -412,14 +545,51 @@ class Link:
         mine = self._caches.regions[self.transport.name]
         return [(mine[local], theirs[remote]) for local, remote in self.layers.regions]
 
-    def drop_path(self, now: float, generation: int | None = None) -> None:
-        """Have the path prepared anew, if it is still the one of ``generation``."""
+    def path_failed(
+        self, now: float, generation: int, error: KvxferError, *, greet: bool = False
+    ) -> None:
+        """What went over the path of ``generation`` failed for a reason that lies in the path.
+
+        Once per path: whoever else was on it failed for the same reason.  ``greet``: the peer has
+        to say hello again first.
+        """
         state = self.paths
-        if generation is not None and generation != state.generation:
+        if generation != state.generation or state.path is None or not self.usable:
             return
+        self.drop_path(now)
+        state.failures += 1
+        # A queue that only never empties has cost a run of refusals: that storms nobody.
+        stuck = error.kind is ErrorKind.BACKPRESSURE
+        if not stuck and self._charge(error, now):
+            return
+        if stuck or state.failures > 1:
+            self._renew(now)
+        elif greet:
+            self._ask_for_hello(now)
+
+    def proved(self, now: float) -> None:
+        """Something arrived over the path."""
+        self.paths.failures = 0
+        if self._ctx.breakers.success(self.breaker, now):
+            self._ctx.counters.count("breakers.closed")
+
+    def _charge(self, error: KvxferError, now: float) -> bool:
+        """Count a fault of the peer; True if that was one too many and the link has failed."""
+        self._ctx.counters.count("breakers.faults")
+        if not self._ctx.breakers.fault(self.breaker, now, str(error), error.kind):
+            return False
+        self._ctx.counters.count("breakers.opened")
+        if self.usable:
+            self.fail(self._table.circuit_open(self.breaker, now), now)
+        return True
+
+    def drop_path(self, now: float) -> None:
+        """Have the path prepared anew."""
+        state = self.paths
         if state.path is not None:
             state.path.close()
             state.path = None
+            self.poster.path_dropped()
             self._ctx.counters.count("paths.rebuilt")
         state.deadline = state.run = state.pending = None
         if state.wanted:
@@ -434,7 +604,12 @@ class Link:
         was_up = self.state is LinkState.UP
         self.error = error
         self.state = LinkState.FAILED
-        self._ctx.counters.count(f"peers.failed.{self.kind_of_failure().value}")
+        kind = self.kind_of_failure()
+        self._ctx.counters.count(f"peers.failed.{kind.value}")
+        if kind in _CHARGED and not isinstance(error, CircuitOpenError):
+            self._charge(error, now)
+        else:
+            self._ctx.breakers.unproven(self.breaker)
         if was_up:
             self._ctx.emit(PeerDown(peer=self.incarnation, reason=str(error)))
         self._end()
@@ -444,6 +619,7 @@ class Link:
         if not self.usable:
             return
         was_up = self.state is LinkState.UP
+        self._ctx.breakers.unproven(self.breaker)
         self.error = StaleError(reason)
         self.state = LinkState.CLOSED
         if was_up:
@@ -456,6 +632,8 @@ class Link:
         if self.peer is not None and self.transport is not None:
             # Fails what is pending by the transport's own ledger; drained is told separately.
             self.transport.disconnect(self.peer)
+        if self.hello is not None:
+            self._ctx.keeping.parted(self.incarnation)
         self._ctx.forget(self)
         self._changed()
         self._waiters.clear()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvxfer.core import wire
 from kvxfer.core.address import Address
+from kvxfer.core.keys import join_peer, split_peer
 from kvxfer.core.reliable import Outbox
+from kvxfer.core.remembered import Remembered
 from kvxfer.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ def canonical(address: str) -> str:
     Raises:
         InvalidInputError: not an address.
     """
-    return Address.parse(address.removeprefix("tcp://")).tcp()
+    text, peer = split_peer(address)
+    return join_peer(Address.parse(text.removeprefix("tcp://")).tcp(), peer)
 
 
 class Mailbox:
@@ -40,13 +43,16 @@ class Mailbox:
         self.address = address
         """Empty for a route that the peer dialled."""
         self.outbox = Outbox()
+        self.version = ctx.config.wire_versions[0]
+        """The wire version to speak here: the oldest until a hello told otherwise."""
         self.users = 0
         """Links that use it; with none and nothing unconfirmed it is dropped."""
-        self._on_confirm: dict[int, Callable[[float], None]] = {}
+        self._notes: dict[int, tuple[str, Callable[[float], None] | None]] = {}
+        """By message: the incarnation it is meant for, and what to call when it is confirmed."""
 
     def send(self, body: wire.Message) -> None:
         """Once; may be lost."""
-        self._ctx.send(self.route, body)
+        self._ctx.send(self.route, body, self.version)
 
     def mail(
         self,
@@ -55,21 +61,40 @@ class Mailbox:
         now: float,
         until: float,
         on_confirm: Callable[[float], None] | None = None,
+        to: str = "",
     ) -> None:
-        """Until confirmed or ``until``; ``on_confirm`` is called with the time of the former."""
-        mid = self._ctx.mail(self.outbox, self.route, body, now=now, until=until)
-        if on_confirm is not None:
-            self._on_confirm[mid] = on_confirm
+        """Until confirmed or ``until``; ``on_confirm`` is called with the time of the former.
+
+        ``to`` names the incarnation it is meant for: if that one has ended, nothing is sent.
+        """
+        if to in self._owner.departed:
+            self._ctx.counters.count("messages.undeliverable")
+            return
+        mid = self._ctx.mail(
+            self.outbox, self.route, body, now=now, until=until, version=self.version
+        )
+        if on_confirm is not None or to:
+            self._notes[mid] = (to, on_confirm)
         self.step(now)
 
     def confirmed(self, mid: int, now: float) -> None:
         """The peer has it."""
         if self.outbox.confirm(mid):
-            callback = self._on_confirm.pop(mid, None)
+            _, callback = self._notes.pop(mid, ("", None))
             if callback is not None:
                 callback(now)
         if not len(self.outbox) and not self.users:
             self._owner.drop(self)
+
+    def gone(self, incarnation: str) -> None:
+        """Drop what was meant for that incarnation; see ``Mailboxes.depart``."""
+        mids = [mid for mid, (to, _) in self._notes.items() if to == incarnation]
+        dropped = self.outbox.drop(mids)
+        for mid in mids:
+            del self._notes[mid]
+        if dropped:
+            self._ctx.counters.count("messages.undeliverable", dropped)
+            self._ctx.soon(self)
 
     def link_ended(self) -> None:
         """One link less uses it.
@@ -95,9 +120,12 @@ class Mailbox:
         """Re-send what is due."""
         if not self._owner.has(self):
             return
+        expired = self.outbox.expired
         self._ctx.transmit(self.route, self.outbox.due(now))
-        if len(self._on_confirm) > 2 * len(self.outbox) + 16:
-            self._on_confirm = {m: c for m, c in self._on_confirm.items() if m in self.outbox}
+        if self.outbox.expired > expired:
+            self._ctx.counters.count("messages.given_up", self.outbox.expired - expired)
+        if len(self._notes) > 2 * len(self.outbox) + 16:
+            self._notes = {mid: note for mid, note in self._notes.items() if mid in self.outbox}
         at = self.outbox.next_at()
         if at is not None:
             self._ctx.at(self, at)
@@ -112,6 +140,18 @@ class Mailboxes:
         self._ctx = ctx
         self._by_address: dict[str, Mailbox] = {}
         self._by_route: dict[Route, Mailbox] = {}
+        self.departed: Remembered[str, None] = Remembered(
+            capacity=ctx.config.limits.peers, ttl=ctx.config.limits.remembered_ttl
+        )
+        """Incarnations that have ended for certain."""
+        ctx.sweeper.watch(self.departed)
+
+    def depart(self, incarnation: str, now: float) -> None:
+        """That incarnation has ended: what is meant for it can reach nobody any more."""
+        self.departed.add(incarnation, None, now)
+        self._ctx.sweeper.arm()
+        for box in tuple(self._by_route.values()):
+            box.gone(incarnation)
 
     def __len__(self) -> int:
         return len(self._by_route)

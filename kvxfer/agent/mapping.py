@@ -138,11 +138,14 @@ class LinkLayers:
     """The layers that two agents share, as consumer and as producer of them.
 
     ``regions`` are the (local region, remote region) that pair indices of both stand for.
+    ``common`` names every layer that both have, also those of which nothing moves between these two
+    ranks, because another rank moves it.
     """
 
     as_consumer: Layers = _NO_LAYERS
     as_producer: Layers = _NO_LAYERS
     regions: tuple[tuple[int, int], ...] = ()
+    common: frozenset[str] = frozenset()
     _subsets: dict[tuple[Role, frozenset[str]], Layers] = attrs.field(factory=dict)
 
     def names(self, role: Role) -> frozenset[str]:
@@ -188,4 +191,5 @@ def match_link(caches: Caches, mine: Ranks, remote: Sequence[LayerRef], peer: Ra
         layers = Layers(moved, regions)
         _ = layers.shared  # raises now, at the handshake, for what cannot be mapped
         sides.append(layers)
-    return LinkLayers(sides[0], sides[1], regions)
+    common = frozenset(x.name for x in caches.layers if x.name in theirs)
+    return LinkLayers(sides[0], sides[1], regions, common)

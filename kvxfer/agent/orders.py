@@ -7,6 +7,8 @@ import attrs
 from kvxfer.core.events import Event
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
+from kvxfer.core.tickets import Tickets
+from kvxfer.policies.timeouts import Timeouts
 
 __all__ = [
     "AbortOrder",
@@ -43,6 +45,8 @@ class PullOrder(Order):
     blocks: tuple[Blocks, ...]
     align: Align | None = None
     uncovered_local: int = 0
+    owner: str | None = None
+    owners: int = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -57,9 +61,11 @@ class AcceptOrder(Order):
 
 @attrs.frozen(kw_only=True)
 class DeclineOrder(Order):
-    """Nobody will read this offer."""
+    """Nobody will read this offer, or ``owner``, one of several, will not."""
 
     offer: Offer
+    owner: str | None = None
+    owners: int = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -83,6 +89,16 @@ class WorkerInfo:
     endpoint: Endpoint
     sizes: dict[str, int]
     fingerprint: str
+    timeouts: Timeouts | None = None
+    """How long the worker gives each phase: after that it has said how a transfer ended."""
+    tickets: Tickets | None = None
+    """Makes what its offers carry where keys are on. For our own scheduler only: a secret."""
+
+    def offering(self, transfer_id: str, epoch: int) -> Endpoint:
+        """The worker as the offer of one hold names it."""
+        if self.tickets is None:
+            return self.endpoint
+        return attrs.evolve(self.endpoint, ticket=self.tickets.of(transfer_id, epoch))
 
 
 @attrs.frozen(kw_only=True)

@@ -1,9 +1,9 @@
 """A part: all pieces of one submit towards one peer, moved by one or more attempts.
 
 The steps, top to bottom: ``start`` cuts the batch into calls; each call is posted by the link's
-poster; ``on_attempt`` takes what the transport reports; a failed call is classified and the retry
-policy decides.  A part is DONE only when one attempt of each piece succeeded and every other
-attempt is drained.
+poster once it has its credits, which may cut it further; ``on_attempt`` takes what the transport
+reports; a failed call is classified and the retry policy decides.  A part is DONE only when one
+attempt of each piece succeeded and every other attempt is drained.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import attrs
 
 from kvxfer.core.attempt import Attempt, AttemptState
 from kvxfer.core.batch import Batch
-from kvxfer.core.verdict import Action, EngineError, Op, Verdict
+from kvxfer.core.verdict import Action, EngineError, HistoryEntry, Op, Verdict
 from kvxfer.errors import ErrorKind, TransferError, TransportError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvxfer.agent.context import Context, Steppable
     from kvxfer.agent.links import Link
+    from kvxfer.policies.credit_queue import Grant, QueueState
     from kvxfer.policies.retry import RetryRun
 
-__all__ = ["Call", "Part"]
+__all__ = ["Call", "Part", "history_of"]
 
 
 class _CallState(enum.Enum):
     WAITING = "waiting"  # for its retry time, or parked for a lease
-    READY = "ready"  # in the poster's queue
+    READY = "ready"  # waits for a path or for credits
     POSTING = "posting"
     FLYING = "flying"
     DONE = "done"
@@ -39,7 +42,7 @@ class _CallState(enum.Enum):
 class Call:
     """One engine call of a part: the retry unit."""
 
-    __slots__ = ("_generation", "_run", "at", "batch", "current", "part", "state")
+    __slots__ = ("_generation", "_run", "at", "batch", "current", "grant", "part", "state")
 
     def __init__(self, part: Part, batch: Batch, run: RetryRun | None = None) -> None:
         self.part = part
@@ -47,6 +50,8 @@ class Call:
         self.state = _CallState.WAITING
         self.at = -math.inf
         self.current: Attempt | None = None
+        self.grant: Grant[Call] | None = None
+        """The credits of the latest post."""
         self._run = run
         self._generation = 0
 
@@ -56,19 +61,52 @@ class Call:
     def ready(self) -> bool:
         return self.state is _CallState.READY
 
-    def posting(self) -> None:
+    def by_queue(self, queues: Sequence[str]) -> list[tuple[str, Call]]:
+        """This call as calls that go through one queue each; ``queues`` has one per pair."""
+        pairs: dict[str, list[int]] = {}
+        for pair in self.batch.used_pairs:
+            pairs.setdefault(queues[pair], []).append(pair)
+        if len(pairs) == 1:
+            return [(next(iter(pairs)), self)]
+        found = [(name, self._like(self.batch.of_pairs(used))) for name, used in pairs.items()]
+        self.part.replace(self, [call for _, call in found])
+        return found
+
+    def take(self, pieces: int) -> Call:
+        """A call for the first ``pieces`` pieces; this one keeps the others, of which there are."""
+        first = self._like(self.batch.slice(0, pieces))
+        self.batch = self.batch.slice(pieces, len(self.batch))
+        self.part.replace(None, [first])
+        return first
+
+    def _like(self, batch: Batch) -> Call:
+        call = Call(self.part, batch, self._run)
+        call.state, call.at = self.state, self.at
+        return call
+
+    def posting(self, grant: Grant[Call], now: float) -> None:
         self.state = _CallState.POSTING
+        self.grant = grant
+        self.part.posting(now)
 
     def park(self) -> None:
         """Too little lease is left: wait until it is renewed."""
+        if self.part.stopped:
+            self._over()
+            return
         self.state = _CallState.WAITING
         self.at = math.inf
         self.part.parked = True
 
     def posted(self, attempt: Attempt, generation: int, now: float) -> None:
+        assert self.grant is not None
         self._generation = generation
         self.current = attempt
-        self.part.undrained.add(attempt)
+        counters = self.part.ctx.counters
+        counters.count("posts")
+        counters.count("posts.pieces", len(attempt.batch))
+        counters.count("posts.bytes", attempt.batch.nbytes)
+        self.part.undrained[attempt] = self.grant
         if self.state is _CallState.POSTING:
             self.state = _CallState.FLYING
         # It may have ended before we learnt that it began.
@@ -81,6 +119,18 @@ class Call:
             error, backend=self.part.backend, op=self.part.op
         )
         self.failed(attrs.evolve(verdict, drained=True), str(error), error.engine, now)
+
+    def waited_too_long(self, queue: QueueState, seconds: float) -> None:
+        """No credits within ``Timeouts.queue``."""
+        self.part.fail(
+            TransferError(
+                f"no credits within {seconds:.3f} s: Timeouts.queue is over; of {queue.limit} "
+                f"credits of {queue.name} {queue.in_flight} are in use, {queue.waiting} other "
+                "calls wait",
+                kind=ErrorKind.TIMEOUT,
+                history=self.history,
+            )
+        )
 
     def link_lost(self) -> None:
         if self.state in (_CallState.READY, _CallState.WAITING):
@@ -95,12 +145,14 @@ class Call:
         part = self.part
         if self.state in (_CallState.DONE, _CallState.FAILED):
             return
+        if verdict.kind is ErrorKind.BACKPRESSURE and self.grant is not None:
+            part.ctx.desk.refused(self.grant)
         if part.stopped:
             self._over()
             return
         if not part.link.usable:
             self._over()
-            part.fail_for_link()
+            part.fail_for_link(self.history)
             return
         if self._run is None:
             self._run = part.ctx.retry.start(now, part.deadline, part.ctx.rng)
@@ -112,9 +164,13 @@ class Call:
             return  # not ended after all: another report or the deadline will come
         if decision.action in (Action.REBUILD, Action.REHANDSHAKE):
             # Also where this call gives up: others share the path.
-            part.link.drop_path(now, self._generation)
-            if decision.action is Action.REHANDSHAKE:
-                part.link.greet_again()
+            error = TransferError(message, kind=verdict.kind, engine=engine)
+            greet = decision.action is Action.REHANDSHAKE
+            part.link.path_failed(now, self._generation, error, greet=greet)
+            if not part.link.usable:  # too often: nothing is tried for a while
+                self._over()
+                part.fail_for_link(self.history)
+                return
         if not decision.again:
             kind = decision.kind or verdict.kind
             part.ctx.counters.count(f"posts.failed.{kind.value}")
@@ -124,7 +180,8 @@ class Call:
         part.ctx.counters.count(f"posts.retried.{verdict.kind.value}")
         self.current = None
         if decision.action is Action.SPLIT:
-            part.split(self, decision.at)
+            part.ctx.counters.count("posts.split")
+            part.split(self, decision.at, verdict)
             return
         self.state = _CallState.WAITING
         self.at = decision.at
@@ -134,17 +191,31 @@ class Call:
         self.state = _CallState.FAILED
         self.part.call_over(self)
 
-    def halves(self) -> list[Call]:
-        """Two calls for the same bytes; one piece is cut in the middle."""
-        if len(self.batch) > 1:
-            cuts = self.batch.cut(max_pieces=-(-len(self.batch) // 2), max_nbytes=2**62)
-        else:
-            cuts = self.batch.cut(max_pieces=1, max_nbytes=max(1, -(-self.batch.nbytes // 2)))
+    def smaller(self, verdict: Verdict) -> list[Call]:
+        """Calls for the same bytes, of the size that the engine named, else two halves.
+
+        One piece is cut in the middle.
+        """
+        batch = self.batch
+        pieces, nbytes = verdict.most_pieces or 2**62, verdict.most_nbytes or 2**62
+        if len(batch) <= pieces and batch.nbytes <= nbytes:  # it named none that would help
+            pieces = -(-len(batch) // 2)
+            nbytes = 2**62 if len(batch) > 1 else max(1, -(-batch.nbytes // 2))
+        cuts = batch.cut(max_pieces=pieces, max_nbytes=nbytes)
         return [Call(self.part, cut, self._run) for cut in cuts]
+
+    @property
+    def history(self) -> tuple[HistoryEntry, ...]:
+        """What was refused or failed so far."""
+        return self._run.history if self._run is not None else ()
 
 
 class Part:
-    """See the module. Progress thread only; ``owner`` is stepped when anything changed."""
+    """See the module. Progress thread only; ``owner`` is stepped when anything changed.
+
+    ``deadline`` is the owner's. ``Timeouts.transfer`` counts from the first post and ends the part
+    by itself.
+    """
 
     def __init__(
         self,
@@ -165,25 +236,46 @@ class Part:
         self.error: TransferError | None = None
         self.stopped = False
         self.parked = False
-        self.undrained: set[Attempt] = set()
+        self.undrained: dict[Attempt, Grant[Call]] = {}
+        """And the credits that each holds."""
         self.backend = link.transport.name if link.transport is not None else "kvxfer"
-        self._owner = owner
+        self.owner = owner
+        self._began = math.inf
         self._open: dict[Call, None] = {}
 
     def start(self, now: float) -> None:
-        """Cut the batch as the transport needs it and queue the calls."""
+        """Cut the batch as the transport needs it and queue the calls.
+
+        What needs more than its queue's credits is cut further when its turn comes.
+        """
         assert self.link.transport is not None
         caps = self.link.transport.capabilities
-        most = caps.max_pieces if caps.credits is None else min(caps.max_pieces, caps.credits)
-        for cut in self.batch.cut(max_pieces=most, max_nbytes=caps.max_nbytes):
+        for cut in self.batch.cut(max_pieces=caps.max_pieces, max_nbytes=caps.max_nbytes):
             self._open[Call(self, cut)] = None
         self._submit_due(now)
         if not self._open:
-            self.ctx.soon(self._owner)
+            self.ctx.soon(self.owner)
 
     def step(self, now: float) -> None:
-        """Retry times that have come."""
+        """Retry times that have come, and the deadline."""
+        if now >= self.deadline and self._open and not self.stopped:
+            self.fail(
+                TransferError(
+                    f"not complete {now - self._began:.3f} s after its first post: "
+                    "Timeouts.transfer is over",
+                    kind=ErrorKind.TIMEOUT,
+                    history=self.history,
+                )
+            )
+            return
         self._submit_due(now)
+
+    def posting(self, now: float) -> None:
+        """Something is posted; the first time, ``Timeouts.transfer`` begins."""
+        if self._began == math.inf:
+            self._began = now
+            self.deadline = min(self.deadline, now + self.ctx.timeouts.transfer)
+            self.ctx.at(self, self.deadline)
 
     def _submit_due(self, now: float) -> None:
         if self.stopped:
@@ -196,7 +288,9 @@ class Part:
                     self.link.poster.submit(call)
                 else:
                     next_at = min(next_at, call.at)
-        if next_at < math.inf:
+        if self._began < math.inf:
+            next_at = min(next_at, self.deadline)
+        if next_at < math.inf and self._open:
             self.ctx.at(self, next_at)
 
     def may_post(self, now: float) -> bool:
@@ -223,13 +317,14 @@ class Part:
         if attempt.terminal and attempt is call.current and call.state is _CallState.FLYING:
             if attempt.state is AttemptState.DONE:
                 call.state = _CallState.DONE
+                self.ctx.desk.succeeded(self.undrained[attempt])
+                self.link.proved(now)
                 self.call_over(call)
             else:
                 self._attempt_failed(call, attempt, now)
         if attempt.terminal and attempt.drained and attempt in self.undrained:
-            self.undrained.discard(attempt)
-            self.link.poster.settled(len(attempt.batch))
-            self.ctx.soon(self._owner)
+            self.link.poster.settled(self.undrained.pop(attempt))
+            self.ctx.soon(self.owner)
 
     def _attempt_failed(self, call: Call, attempt: Attempt, now: float) -> None:
         error = attempt.error or EngineError(backend=self.backend, message="failed without a word")
@@ -237,12 +332,12 @@ class Part:
         # transport alone tells whether the attempt is drained.
         verdict = self.ctx.classifier.classify_attempt(attempt)
         call.failed(verdict, str(error), error, now)
-        self.ctx.soon(self._owner)
+        self.ctx.soon(self.owner)
 
-    def split(self, call: Call, at: float) -> None:
-        """Replace ``call`` by two smaller ones."""
-        halves = call.halves()
-        if len(halves) < 2:
+    def split(self, call: Call, at: float, verdict: Verdict) -> None:
+        """Replace ``call`` by smaller ones."""
+        smaller = call.smaller(verdict)
+        if len(smaller) < 2:
             self.fail(
                 TransferError(
                     f"{self.backend} refuses even a single byte as too large",
@@ -250,16 +345,22 @@ class Part:
                 )
             )
             return
-        self._open.pop(call, None)
-        for half in halves:
-            half.at = at
-            self._open[half] = None
+        for part in smaller:
+            part.at = at
+        self.replace(call, smaller)
         self.ctx.at(self, at)
+
+    def replace(self, call: Call | None, calls: Sequence[Call]) -> None:
+        """``calls`` do what ``call`` was to do, or a part of what another one was."""
+        if call is not None:
+            self._open.pop(call, None)
+        self._open.update(dict.fromkeys(calls))
 
     def call_over(self, call: Call) -> None:
         self._open.pop(call, None)
         if not self._open:
-            self.ctx.soon(self._owner)
+            self.ctx.forget(self)
+            self.ctx.soon(self.owner)
 
     def fail(self, error: TransferError) -> None:
         """Give up; the first error stays. What is posted already goes on until it is drained."""
@@ -267,11 +368,12 @@ class Part:
             self.error = error
         self.stop()
 
-    def fail_for_link(self) -> None:
+    def fail_for_link(self, history: tuple[HistoryEntry, ...] = ()) -> None:
         self.fail(
             TransferError(
                 f"the peer cannot be used any more: {self.link.error}",
                 kind=self.link.kind_of_failure(),
+                history=history,
             )
         )
 
@@ -281,9 +383,10 @@ class Part:
         for call in tuple(self._open):
             if call.state in (_CallState.WAITING, _CallState.READY):
                 call.state = _CallState.FAILED
+                self.link.poster.withdraw(call)
                 self._open.pop(call, None)
         self.ctx.forget(self)
-        self.ctx.soon(self._owner)
+        self.ctx.soon(self.owner)
 
     def cancel(self) -> None:
         """Ask the engine to give up what is in flight, where it can."""
@@ -294,11 +397,18 @@ class Part:
 
     def abandon(self) -> None:
         """The user took the blocks back without proof: stop counting what is in flight."""
-        for attempt in self.undrained:
-            self.link.poster.settled(len(attempt.batch))
+        for grant in self.undrained.values():
+            self.link.poster.settled(grant)
         self.undrained.clear()
 
     # ---- facts -------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> tuple[HistoryEntry, ...]:
+        """Of the call that was tried most often."""
+        if self.error is not None:
+            return self.error.history
+        return max((call.history for call in self._open), key=len, default=())
 
     @property
     def settled(self) -> bool:
@@ -315,3 +425,8 @@ class Part:
     @property
     def done(self) -> bool:
         return self.settled and self.drained and self.error is None and not self.stopped
+
+
+def history_of(parts: Sequence[Part]) -> tuple[HistoryEntry, ...]:
+    """What was tried for the part that was tried most often."""
+    return max((part.history for part in parts), key=len, default=())

@@ -1,176 +1,248 @@
-"""The poster of one link: hands calls to the transport, in order, within its credits.
+"""The poster of one link: hands calls to the transport once they have their credits.
 
 Where a post may block inside the engine it runs on a thread of its own, at most one post at a time
-per link, so that a stuck engine call holds up nobody but this peer.
+per link, so that a stuck engine call holds up nobody but this peer.  A call that does not return
+within ``Timeouts.post`` fails its part; the thread is left alone and counted.
 """
 
 from __future__ import annotations
 
-import collections
-import threading
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from kvxfer.agent.posting import Job, Outcome, PostingThread, post_once, wrapped
 from kvxfer.core.attempt import Attempt
-from kvxfer.core.verdict import EngineError
-from kvxfer.errors import KvxferError, TransportError
+from kvxfer.errors import CapacityError, ErrorKind, TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvxfer.agent.context import Context
     from kvxfer.agent.links import Link
     from kvxfer.agent.part import Call
-    from kvxfer.core.clock import Clock
     from kvxfer.core.transport import Path, Transport
+    from kvxfer.policies.credit_queue import Grant
 
 __all__ = ["Poster"]
 
 
 class Poster:
-    """Calls that are ready to post, and the pieces that are in flight. Progress thread only."""
+    """Calls that are ready to post towards one peer. Progress thread only."""
 
     def __init__(self, ctx: Context, link: Link) -> None:
         self._ctx = ctx
         self._link = link
-        self._ready: collections.deque[Call] = collections.deque()
-        self._thread: _PostingThread | None = None
-        self._posting: Call | None = None
-        self.pieces_in_flight = 0
+        self._unplaced: dict[Call, None] = {}
+        """Ready, but there is no path, so it is not known which queue they need."""
+        self._placed: dict[Call, None] = {}
+        """Waiting for credits."""
+        self._paused: frozenset[str] = frozenset()
+        """Queues in which our calls let others go first, because the thread is busy."""
+        self._known: tuple[Path | None, frozenset[str]] = (None, frozenset())
+        self._thread: PostingThread | None = None
+        self._posting: Job | None = None
+        self._post_deadline = 0.0
+        self._left: dict[PostingThread, Job] = {}
+        """Threads that were abandoned inside the engine, and what they are posting."""
 
     def __len__(self) -> int:
-        return len(self._ready)
+        return len(self._unplaced) + len(self._placed)
 
     def submit(self, call: Call) -> None:
         """Post ``call`` when its turn comes."""
-        self._ready.append(call)
+        self._unplaced[call] = None
         self._ctx.soon(self)
 
-    def settled(self, pieces: int) -> None:
-        """An attempt of that many pieces is drained: its credits are free again."""
-        self.pieces_in_flight -= pieces
-        self._ctx.in_flight -= pieces
-        if self._ready:
-            self._ctx.soon(self)
+    def withdraw(self, call: Call) -> None:
+        """``call`` is not to be posted any more; unknown ones are fine."""
+        self._unplaced.pop(call, None)
+        if call in self._placed:
+            del self._placed[call]
+            self._ctx.desk.withdraw(call)
+
+    def settled(self, grant: Grant[Call]) -> None:
+        """What was posted with these credits is drained, or was not posted."""
+        self._ctx.in_flight -= grant.pieces
+        self._ctx.desk.give_back(grant)
+
+    def path_dropped(self) -> None:
+        """A new path may have other queues: whoever waits has to ask again."""
+        for call in tuple(self._placed):
+            self._put_off(call)
 
     def link_ended(self) -> None:
         """The link failed or was closed: nothing will be posted on it any more."""
-        if self._thread is not None:
-            self._thread.abandon()
-            if self._posting is not None:
-                self._ctx.counters.count("posting_threads.abandoned")
-        for call in self._ready:
+        self.leave_thread()
+        for call in (*self._unplaced, *self._placed):
+            self.withdraw(call)
             call.link_lost()
-        self._ready.clear()
 
     def step(self, now: float) -> None:
-        """Post what can be posted now."""
+        """Take what the thread has done, and queue what can be queued."""
         self._collect(now)
-        while self._ready and self._posting is None:
-            call = self._ready[0]
-            if not call.ready:  # its part was stopped meanwhile
-                self._ready.popleft()
-                continue
-            if not call.part.may_post(self._ctx.clock.now()):
-                self._ready.popleft()
-                call.park()
-                continue
-            path = self._link.path
-            transport = self._link.transport
-            if path is None or transport is None or not self._link.up:
-                if self._link.usable:
-                    self._link.want_path(now)
-                    self._link.when_changed(self)
-                return
-            if not self._has_credit(transport, call):
-                return
-            self._ready.popleft()
-            self.pieces_in_flight += len(call.batch)
-            self._ctx.in_flight += len(call.batch)
-            call.posting()
-            if transport.capabilities.may_block_in_post:
-                self._post_on_thread(transport, path, call)
-            else:
-                self._deliver(call, _post(transport, path, call), now)
+        if self._posting is not None and now >= self._post_deadline:
+            self._stuck(now)
+        if not self._unplaced:
+            return
+        path, transport = self._link.path, self._link.transport
+        if path is None or transport is None or not self._link.up:
+            if self._link.usable:
+                self._link.want_path(now)
+                self._link.when_changed(self)
+            return
+        ready, self._unplaced = self._unplaced, {}
+        for call in ready:
+            if call.ready:  # otherwise its part was stopped meanwhile
+                self._place(call, path, transport, now)
 
-    def _has_credit(self, transport: Transport, call: Call) -> bool:
-        credits_ = transport.capabilities.credits
-        # With nothing in flight a call goes out whatever its size: parts are cut to the credits.
-        return (
-            credits_ is None
-            or not self.pieces_in_flight
-            or self.pieces_in_flight + len(call.batch) <= credits_
-        )
+    # ---- credits -----------------------------------------------------------------------------
 
-    def _post_on_thread(self, transport: Transport, path: Path, call: Call) -> None:
+    def _place(self, call: Call, path: Path, transport: Transport, now: float) -> None:
+        for name, part in self._by_queue(call, path):
+            try:
+                self._ctx.desk.ask(
+                    part,
+                    queue=name,
+                    capability=transport.capabilities.credits,
+                    peer=self,
+                    now=now,
+                )
+            except CapacityError as error:
+                self._ctx.counters.count("admission.refused")
+                part.refused(wrapped("kvxfer", error), self._link.paths.generation, now)
+                return
+            self._placed[part] = None
+            if self._posting is not None:
+                self._paused |= {name}
+                self._ctx.desk.pause(self, (name,))
+
+    def _by_queue(self, call: Call, path: Path) -> list[tuple[str, Call]]:
+        """``call`` as calls that need one queue each."""
+        names = self._queues_of(path)
+        if len(names) == 1:
+            return [(path.queues[0], call)]
+        return call.by_queue(path.queues)
+
+    def _queues_of(self, path: Path) -> frozenset[str]:
+        if self._known[0] is not path:
+            self._known = (path, frozenset(path.queues))
+        return self._known[1]
+
+    def _put_off(self, call: Call) -> None:
+        """Until there is a path again."""
+        self.withdraw(call)
+        self.submit(call)
+
+    def granted(self, call: Call, grant: Grant[Call], now: float) -> None:
+        """``call``, or the first pieces of it, may be posted."""
+        desk = self._ctx.desk
+        path, transport = self._link.path, self._link.transport
+        if path is None or transport is None or not self._link.up:
+            desk.give_back(grant)
+            self._put_off(call)
+            return
+        if not call.part.may_post(self._ctx.clock.now()):
+            desk.give_back(grant)
+            self.withdraw(call)
+            call.park()
+            return
+        blocking = transport.capabilities.may_block_in_post
+        limit = self._ctx.config.limits.stuck_threads
+        if blocking and self._ctx.stuck.of(self._link.incarnation) >= limit:
+            desk.give_back(grant)
+            self.withdraw(call)
+            self._ctx.counters.count("posting_threads.refused")
+            error = CapacityError(
+                f"{limit} calls into the {transport.name} engine for this peer do not return",
+                next_step="restart this process if they never do",
+            )
+            call.refused(wrapped(transport.name, error), self._link.paths.generation, now)
+            return
+        if grant.pieces == len(call.batch):
+            self._placed.pop(call, None)
+        else:
+            call = call.take(grant.pieces)
+        self._ctx.in_flight += grant.pieces
+        call.posting(grant, now)
+        job = Job(call, grant, transport, path, self._link.paths.generation)
+        if blocking:
+            self._post_on_thread(job, now)
+        else:
+            self._deliver(job, post_once(job), now)
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _post_on_thread(self, job: Job, now: float) -> None:
         if self._thread is None:
-            self._thread = _PostingThread(
+            self._thread = PostingThread(
                 lambda: self._ctx.nudge(self),
                 self._ctx.clock,
                 name=f"kvxfer-post-{self._link.incarnation}",
             )
-        self._posting = call
-        self._thread.post(transport, path, call)
+        self._posting = job
+        self._post_deadline = now + self._ctx.timeouts.post
+        self._ctx.at(self, self._post_deadline)
+        self._paused = self._queues_of(job.path)
+        self._ctx.desk.pause(self, self._paused)
+        self._thread.post(job)
 
     def _collect(self, now: float) -> None:
         if self._thread is not None:
-            for call, outcome in self._thread.take():
-                self._posting = None
-                self._deliver(call, outcome, now)
+            for job, outcome in self._thread.take():
+                self._posted()
+                self._deliver(job, outcome, now)
+        for thread in tuple(self._left):
+            for job, outcome in thread.take():
+                del self._left[thread]
+                self._ctx.stuck.returned(self._link.incarnation)
+                self._ctx.counters.count("posting_threads.returned")
+                self._deliver(job, outcome, now)
+                if isinstance(outcome, Attempt) and not outcome.terminal:
+                    outcome.request_cancel()
 
-    def _deliver(self, call: Call, outcome: Attempt | TransportError | None, now: float) -> None:
-        if outcome is None:  # the lease ran low while the call waited for the posting thread
-            self.settled(len(call.batch))
-            call.park()
-        elif isinstance(outcome, Attempt):
-            call.posted(outcome, self._link.paths.generation, now)
-        else:
-            self.settled(len(call.batch))
-            call.refused(outcome, self._link.paths.generation, now)
+    def _posted(self) -> None:
+        """The thread is free."""
+        self._posting = None
+        self._ctx.forget(self)
+        if self._unplaced:
+            self._ctx.soon(self)
+        self._ctx.desk.resume(self, self._paused)
+        self._paused = frozenset()
 
-
-def _post(transport: Transport, path: Path, call: Call) -> Attempt | TransportError:
-    try:
-        return transport.post(call.part.op, path, call.batch, tag=call)
-    except TransportError as error:
-        return error
-    except KvxferError as error:
-        # Invalid input or a closed transport: nothing was posted either.
-        return _wrap(transport.name, error)
-    except Exception as error:  # noqa: BLE001 - a plug-in's bug must fail one call, not the agent
-        return _wrap(transport.name, error)
-
-
-def _wrap(backend: str, error: Exception) -> TransportError:
-    wrapped = TransportError(str(error), engine=EngineError.of(backend, error))
-    wrapped.__cause__ = error
-    return wrapped
-
-
-class _PostingThread:
-    """Runs posts that may block. One per link; never joined, only abandoned."""
-
-    def __init__(self, nudge: Callable[[], None], clock: Clock, name: str) -> None:
-        self._nudge = nudge
-        self._clock = clock
-        self._in: SimpleQueue[tuple[Transport, Path, Call] | None] = SimpleQueue()
-        self._out: collections.deque[tuple[Call, Attempt | TransportError | None]] = (
-            collections.deque()
+    def _stuck(self, now: float) -> None:
+        """The engine call did not return in time."""
+        job = self._posting
+        assert job is not None
+        self.leave_thread()
+        seconds = self._ctx.timeouts.post
+        error = TransferError(
+            f"a call into the {job.transport.name} engine did not return within {seconds} s: "
+            "Timeouts.post is over",
+            kind=ErrorKind.TIMEOUT,
+            history=job.call.history,
         )
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._ctx.counters.count("posts.failed.timeout")
+        job.call.part.fail(error)
+        # The thread may still be at work on that path, and posts on one path come one at a time.
+        self._link.path_failed(now, job.generation, error)
 
-    def post(self, transport: Transport, path: Path, call: Call) -> None:
-        self._in.put((transport, path, call))
+    def leave_thread(self) -> None:
+        """End the thread when it comes back. It is never waited for."""
+        thread, job = self._thread, self._posting
+        self._thread = None
+        if thread is None:
+            return
+        thread.abandon()
+        if job is not None:
+            self._left[thread] = job
+            self._ctx.stuck.began(self._link.incarnation)
+            self._ctx.counters.count("posting_threads.abandoned")
+            self._posted()
 
-    def take(self) -> list[tuple[Call, Attempt | TransportError | None]]:
-        return [self._out.popleft() for _ in range(len(self._out))]
-
-    def abandon(self) -> None:
-        self._in.put(None)
-
-    def _run(self) -> None:
-        while (job := self._in.get()) is not None:
-            transport, path, call = job
-            late = not call.part.may_post(self._clock.now())
-            self._out.append((call, None if late else _post(transport, path, call)))
-            self._nudge()
+    def _deliver(self, job: Job, outcome: Outcome, now: float) -> None:
+        call = job.call
+        if isinstance(outcome, Attempt):
+            call.posted(outcome, job.generation, now)
+            return
+        self.settled(job.grant)
+        if outcome is None:  # the lease ran low while the call waited for the posting thread
+            call.park()
+        else:
+            call.refused(outcome, job.generation, now)

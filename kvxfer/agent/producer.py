@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import attrs
 
+from kvxfer.agent.batches import PLAN_PIECES
 from kvxfer.agent.early import Early
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ack_ranks, rank_of, ranks_from_wire
 from kvxfer.agent.push import Push, PushSpec
 from kvxfer.core import wire
 from kvxfer.core.acks import Ack, AckOutcome, AckReconciler, AckResult
-from kvxfer.core.events import Declined, Event, Expired, Sent
+from kvxfer.core.events import Declined, Event, Expired, Failed, Role, Sent
 from kvxfer.core.inflight import Quarantine
 from kvxfer.core.layout import PlanCache
 from kvxfer.core.leases import Hold, LeaseTable, Refusal
+from kvxfer.core.remembered import Remembered
 from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, TransferError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvxfer.agent.draining import Draining
     from kvxfer.agent.links import Link
     from kvxfer.agent.linktable import LinkTable
+    from kvxfer.core.channel import Route
     from kvxfer.core.offer import Endpoint
     from kvxfer.core.topology import Ranks
 
@@ -35,9 +37,20 @@ _CANCELLED_KEPT = 65536
 """Cancelled grants that are remembered, so that a late copy of one is not taken for new."""
 
 
+_FOR_GOOD = 2**63 - 1
+"""Above the number of any request: whoever declines asks for nothing more."""
+
+
+_READERS_KEPT = 4096
+"""Different ``ranks`` of readers whose meaning is remembered."""
+_COUNTED = {outcome.value: f"acks.{outcome.value}" for outcome in AckOutcome}
+_KINDS = {kind.value: kind for kind in ErrorKind}
+
+
 @attrs.frozen
 class _EarlyOpen:
     link: Link
+    route: Route
     seq: int
     epoch: int
 
@@ -48,22 +61,45 @@ class Producer:
     def __init__(self, ctx: Context, links: LinkTable, quarantine: Quarantine) -> None:
         self._ctx = ctx
         self.links = links
-        self.plans = PlanCache()
+        self.plans = PlanCache(max_pieces=PLAN_PIECES)
         self.quarantine = quarantine
-        self.leases = LeaseTable(margin=ctx.config.lease_margin, capacity=ctx.config.limits.holds)
+        self.leases = LeaseTable(
+            margin=ctx.config.lease_margin,
+            capacity=ctx.config.limits.holds,
+            remembered_ttl=ctx.config.limits.remembered_ttl,
+        )
         self.acks = AckReconciler(
-            early_ttl=ctx.config.limits.early_ttl, early_capacity=ctx.config.limits.early
+            early_ttl=ctx.config.limits.early_ttl,
+            early_capacity=ctx.config.limits.early,
+            terminal_ttl=ctx.config.limits.remembered_ttl,
         )
         self.pushes: dict[str, Push] = {}
         self.queued = 0
         """Submits that wait for a grant or for their data, over all targets."""
-        self._cancelled: OrderedDict[wire.Ref, None] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        ttl = ctx.config.limits.remembered_ttl
+        self._cancelled: Remembered[wire.Ref, None] = Remembered(capacity=_CANCELLED_KEPT, ttl=ttl)
+        self._ended: Remembered[str, None] = Remembered(capacity=_CANCELLED_KEPT, ttl=ttl)
         """Pushes that ended lately."""
+        self._readers: dict[tuple[str | int, ...], tuple[int, frozenset[int]]] = {}
+        self._readers_of: Ranks | None = None
         self.drainings: dict[str, Draining] = {}
         self._early: Early[_EarlyOpen] = Early(
             capacity=ctx.config.limits.early, ttl=ctx.config.limits.early_ttl
         )
+        for table in (self._cancelled, self._ended, self._early):
+            ctx.sweeper.watch(table)
+
+    @property
+    def remembered(self) -> int:
+        """What has ended and is remembered for a while."""
+        return (
+            len(self._cancelled) + len(self._ended) + self.leases.remembered + self.acks.remembered
+        )
+
+    @property
+    def early(self) -> int:
+        """Transfer ids with messages that came before our own orders."""
+        return len(self._early) + len(self.acks.early)
 
     @property
     def ranks(self) -> Ranks:
@@ -92,7 +128,7 @@ class Producer:
             InvalidInputError, CapacityError: nothing was begun.
         """
         transfer_id = handle.transfer_id
-        self.leases.hold(transfer_id, epoch=epoch, lease=lease, now=now, content=handle)
+        hold = self.leases.hold(transfer_id, epoch=epoch, lease=lease, now=now, content=handle)
         try:
             result = self.acks.expect(
                 transfer_id,
@@ -106,130 +142,273 @@ class Producer:
             self.leases.end(transfer_id, Refusal(ErrorKind.INVALID, "it was refused"))
             raise
         self._ctx.counters.count("holds.begun")
+        self._ctx.keeping.held(hold)
+        if result is not None:
+            self._settle(result, now)
         for early in self._early.take(transfer_id, now):
             if early.link.usable:
                 self._answer(
                     early.link,
+                    early.route,
                     early.seq,
-                    wire.Ref(transfer_id, self._ctx.incarnation, early.epoch),
+                    self._ctx.trust.ref(transfer_id, early.epoch),
                     now,
                 )
-        if result is not None:
-            self._settle(result)
         self._schedule(now)
 
     def abort_hold(self, transfer_id: str, now: float) -> bool:
         """A held transfer is not freed under its readers: its lease gets short."""
-        if transfer_id not in self.leases:
+        hold = self.leases.get(transfer_id)
+        if hold is None:
             return False
         self.leases.shorten(transfer_id, now=now, lease=self._ctx.config.abort_lease)
+        self._ctx.keeping.lets_go(hold)
         self._schedule(now)
         return True
 
     def step(self, now: float) -> None:
         """Expire what is due."""
-        for hold in self.leases.expire(now):
+        for hold in self.leases.expire(now, self._ctx.keeping.judges):
             self._expire(hold, now)
         self.acks.poll(now)
         self._schedule(now)
 
     def _schedule(self, now: float) -> None:
-        at = self.leases.next_at()
-        if at is not None:
-            self._ctx.at(self, max(at, now))
+        for at in (self.leases.next_at(), self.acks.next_at()):
+            if at is not None:
+                self._ctx.at(self, max(at, now))
 
     def _expire(self, hold: Hold, now: float) -> None:
+        """The lease, or the time for another try, is over."""
+        failure = self.acks.failure(hold.transfer_id)
+        missing = tuple(sorted(self.acks.missing(hold.transfer_id)))
         self.acks.unmap(hold.transfer_id)
-        ref = wire.Ref(hold.transfer_id, self._ctx.incarnation, hold.epoch)
+        ref = self._ctx.trust.ref(hold.transfer_id, hold.epoch)
         self._tell_gone(hold, ref, Refusal(ErrorKind.EXPIRED, "the lease has ended"), now)
-        self._ctx.counters.count("holds.expired")
-        handle: TransferHandle = hold.content
-        event = Expired(transfer_id=hold.transfer_id)
-        handle._finish(TransferState.EXPIRED, drained=True, tell=lambda: self._ctx.emit(event))
+        if hold.settled is not None:
+            self._finish(hold, hold.settled)
+        elif failure is not None and failure.finished:
+            self._finish(hold, failure)
+        else:
+            self._ctx.counters.count("holds.expired")
+            handle: TransferHandle = hold.content
+            event = Expired(transfer_id=hold.transfer_id, missing=missing)
+            handle._finish(
+                TransferState.EXPIRED, drained=True, tell=lambda: self._ctx.emit(event, handle)
+            )
 
     def _tell_gone(self, hold: Hold, ref: wire.Ref, why: Refusal, now: float) -> None:
-        for reader in hold.readers:
+        for reader in hold.reading:
             link = self.links.of(reader)
             if link is not None:
                 link.mailbox.mail(
                     wire.Gone(ref, why.kind.value, why.message),
                     now=now,
                     until=now + self._ctx.timeouts.ack,
+                    to=link.incarnation,
                 )
 
     # ---- messages about holds ----------------------------------------------------------------
 
-    def on_open(self, link: Link, message: wire.Open, now: float) -> None:
+    def on_open(self, link: Link, route: Route, message: wire.Open, now: float) -> None:
+        """Answered on the route it came by: a reader's keeper asks on one of its own."""
         for ref in message.refs:
-            self._answer(link, message.seq, ref, now)
+            self._answer(link, route, message.seq, ref, now)
 
-    def _answer(self, link: Link, seq: int, ref: wire.Ref, now: float) -> None:
+    def _answer(self, link: Link, route: Route, seq: int, ref: wire.Ref, now: float) -> None:
         assert link.hello is not None
         answer: Hold | Refusal | None
+        hold = self.leases.get(ref.transfer)
+        if hold is not None and hold.epoch != ref.epoch:
+            hold = None
+        reader = link.incarnation
+        if hold is not None and seq <= hold.closed.get(reader, -1):
+            self._ctx.counters.count("opens.late")  # sent before it said that it is finished
+            return
         if ref.keeper != self._ctx.incarnation:
             answer = Refusal(
                 ErrorKind.STALE,
                 f"{ref.transfer!r} was held by incarnation {ref.keeper}, this is "
                 f"{self._ctx.incarnation}",
             )
-        elif ref.transfer in self.leases and self.acks.acknowledged(
-            ref.transfer, rank_of(link.hello.ranks)
+        elif (
+            hold is not None
+            and reader not in hold.reading
+            and (reader in hold.consumed or hold.settled is not None)
         ):
             answer = Refusal(ErrorKind.STALE, f"{ref.transfer!r} was consumed by this rank")
+        elif hold is not None and now >= hold.ends_at and not self._ctx.keeping.judges(hold):
+            self._ctx.counters.count("grants.left_open")  # it will ask again
+            return
         else:
             answer = self.leases.open(ref.transfer, epoch=ref.epoch, now=now)
         if answer is None:
-            self._early.add(ref.transfer, _EarlyOpen(link, seq, ref.epoch), now)
+            self._early.add(ref.transfer, _EarlyOpen(link, route, seq, ref.epoch), now)
+            self._ctx.sweeper.arm()
         elif isinstance(answer, Refusal):
             self._ctx.counters.count(f"grants.refused.{answer.kind.value}")
             refused = wire.Refused(ref, answer.kind.value, answer.message)
-            link.mailbox.send(wire.Grant(seq, [], [refused]))
+            self._ctx.send(route, wire.Grant(seq, [], [refused]), link.version)
         else:
-            answer.readers.add(link.incarnation)
+            answer.reading.add(reader)
+            answer.opened[reader] = max(seq, answer.opened.get(reader, -1))
+            if self.acks.begin_again(ref.transfer, rank_of(link.hello.ranks)):
+                self._ctx.counters.count("holds.retried")
             self._ctx.counters.count("grants.given")
+            self._ctx.keeping.held(answer)
+            if reader in answer.closed:
+                self._ctx.keeping.reads_again(answer, reader)
             granted = wire.Granted(ref, max(0.0, answer.ends_at - now))
-            link.mailbox.send(wire.Grant(seq, [granted], []))
+            self._ctx.send(route, wire.Grant(seq, [granted], []), link.version)
 
-    def on_release(self, message: wire.Release, now: float) -> None:
+    def on_release(self, sender: str, message: wire.Release, now: float) -> None:
         """A rank is finished. Needs no link: the message says who it is."""
-        reader = ranks_from_wire(message.ranks)
-        self._record(message.ref, reader, declined=False, now=now)
+        source, sources = self._reader(message.ranks)
+        ack = Ack(
+            transfer_id=message.ref.transfer,
+            source=source,
+            epoch=message.ref.epoch,
+            sources=sources,
+            ok=message.ok,
+            final=message.final,
+            reason=None if message.ok else (_kind(message.kind), message.message),
+        )
+        self._record(sender, message.ref, ack, message.seq, now)
 
-    def on_decline(self, message: wire.Decline, now: float) -> None:
+    def on_decline(self, sender: str, message: wire.Decline, now: float) -> None:
         """No rank of that instance will read."""
         reader = ranks_from_wire(message.ranks)
-        self._record(message.ref, reader, declined=True, now=now)
+        ack = Ack(
+            transfer_id=message.ref.transfer,
+            source=rank_of(reader),
+            epoch=message.ref.epoch,
+            declined=True,
+        )
+        self._record(sender, message.ref, ack, 0, now)
 
-    def _record(self, ref: wire.Ref, reader: Ranks, *, declined: bool, now: float) -> None:
+    def _reader(self, ranks: dict[str, int]) -> tuple[int, frozenset[int]]:
+        """A reader's rank, and all ranks that have to acknowledge besides it.
+
+        ``ranks`` come from a decoded message.  There are few different ones and many releases.
+
+        Raises:
+            InvalidInputError: a rank is missing or out of range, or the sizes do not divide.
+        """
+        mine = self.links.local.ranks
+        if self._readers_of is not mine:
+            self._readers_of = mine
+            self._readers.clear()
+        key = (*ranks, *ranks.values())
+        known = self._readers.get(key)
+        if known is None:
+            reader = ranks_from_wire(ranks)
+            known = rank_of(reader), ack_ranks(mine, reader)
+            if len(self._readers) >= _READERS_KEPT:
+                self._readers.clear()
+            self._readers[key] = known
+        return known
+
+    def _record(self, sender: str, ref: wire.Ref, ack: Ack, seq: int, now: float) -> None:
         if ref.keeper != self._ctx.incarnation:
             self._ctx.counters.count("acks.stale")
             return
-        ack = Ack(
-            transfer_id=ref.transfer,
-            source=rank_of(reader),
-            epoch=ref.epoch,
-            declined=declined,
-            sources=ack_ranks(self.ranks, reader),
-        )
-        self._settle(self.acks.record(ack, now))
+        hold = self.leases.get(ref.transfer)
+        if hold is not None and hold.epoch == ref.epoch:
+            if self.links.of(sender) is not None:  # bounded: it needs a link to open anything
+                last = _FOR_GOOD if ack.declined else seq
+                hold.closed[sender] = max(last, hold.closed.get(sender, 0))
+            again = seq and hold.opened.get(sender, -1) > seq  # sent after it: it reads once more
+            if sender in hold.reading and not again:
+                hold.reading.discard(sender)
+                if ack.ok and not ack.declined:
+                    hold.consumed.add(sender)
+            self._ctx.keeping.finished(hold, sender)
+        else:
+            self._early.discard(
+                ref.transfer, lambda early: early.link.incarnation == sender and early.seq < seq
+            )
+        self._settle(self.acks.record(ack, now), now)  # the round ends with our step
 
-    def _settle(self, result: AckResult) -> None:
-        self._ctx.counters.count(f"acks.{result.outcome.value}")
-        if result.outcome not in (AckOutcome.COMPLETE, AckOutcome.DECLINED):
-            return
-        hold = self.leases.end(
-            result.transfer_id,
-            Refusal(ErrorKind.STALE, f"{result.transfer_id!r} was consumed"),
-        )
+    def keeper_opened(self, hold: Hold, reader: str, seq: int, now: float) -> None:
+        """The keeper has granted ``reader`` a request of that number, or is about to."""
+        hold.opened[reader] = max(seq, hold.opened.get(reader, -1))
+        if reader in hold.reading or seq <= hold.closed.get(reader, -1):
+            return  # it is known to read, or has finished since
+        if reader in hold.closed:
+            self._ctx.keeping.reads_again(hold, reader)
+        hold.reading.add(reader)
+        link = self.links.of(reader)
+        if link is not None and link.hello is not None:
+            self.acks.begin_again(hold.transfer_id, rank_of(link.hello.ranks))
+
+    def keeper_answered(self, hold: Hold, now: float) -> None:
+        """The keeper has let a hold go, or it was granted longer than we knew."""
+        self.leases.rearm(hold, now)
+        self._settle_if_idle(hold, now)
+        self._schedule(now)
+
+    def reader_left(self, sender: str, now: float) -> None:
+        """A reader's process has ended: whatever it was granted, it reads no more."""
+        for hold in tuple(self.leases):
+            if sender in hold.reading:
+                hold.reading.discard(sender)
+                self._settle_if_idle(hold, now)
+        self._schedule(now)
+
+    def _settle(self, result: AckResult, now: float) -> None:
+        """Act on an ACK. Nothing is freed under whoever is still reading."""
+        self._ctx.counters[_COUNTED[result.outcome._value_]] += 1
+        hold = self.leases.get(result.transfer_id)
         if hold is None:
             return
+        if result.outcome in (AckOutcome.COMPLETE, AckOutcome.DECLINED):
+            hold.settled = result
+        self._settle_if_idle(hold, now)
+
+    def _settle_if_idle(self, hold: Hold, now: float) -> None:
+        if hold.reading:
+            return
+        if hold.settled is not None:
+            if self._ctx.keeping.lets_go(hold):
+                self._end(hold, hold.settled)
+            return
+        failure = self.acks.failure(hold.transfer_id)
+        if failure is None or not failure.finished:
+            return
+        window = self._ctx.config.retry_window
+        if failure.final or not window:
+            if self._ctx.keeping.lets_go(hold):
+                self.acks.unmap(hold.transfer_id)
+                self._end(hold, failure)
+        else:
+            self.leases.limit(hold.transfer_id, now=now, lease=window)
+
+    def _end(self, hold: Hold, result: AckResult) -> None:
+        why = "was consumed" if result.outcome is AckOutcome.COMPLETE else "was given up"
+        self.leases.end(hold.transfer_id, Refusal(ErrorKind.STALE, f"{hold.transfer_id!r} {why}"))
+        self._finish(hold, result)
+
+    def _finish(self, hold: Hold, result: AckResult) -> None:
+        """Publish the end of a hold that nobody reads any more."""
         handle: TransferHandle = hold.content
         event: Event
         if result.outcome is AckOutcome.COMPLETE:
-            state, event = TransferState.DONE, Sent(transfer_id=hold.transfer_id)
+            state = TransferState.DONE
+            event = Sent(transfer_id=hold.transfer_id)
+        elif result.outcome is AckOutcome.DECLINED:
+            state = TransferState.DECLINED
+            event = Declined(transfer_id=hold.transfer_id)
         else:
-            state, event = TransferState.DECLINED, Declined(transfer_id=hold.transfer_id)
-        handle._finish(state, drained=True, tell=lambda: self._ctx.emit(event))
+            state = TransferState.FAILED
+            handle.error = _readers_failed(result)
+            self._ctx.counters.count(f"holds.failed.{handle.error.kind.value}")
+            event = Failed(
+                transfer_id=hold.transfer_id,
+                role=Role.PRODUCER,
+                kind=handle.error.kind,
+                error=handle.error,
+            )
+        handle._finish(state, drained=True, tell=lambda: self._ctx.emit(event, handle))
 
     # ---- pushes ------------------------------------------------------------------------------
 
@@ -249,9 +428,8 @@ class Producer:
         if self.queued >= self._ctx.config.limits.queued_pushes:
             raise CapacityError(f"{self.queued} pushes wait for grants or data: the queue is full")
         if push is None:
-            if len(self.pushes) >= self._ctx.config.limits.transfers:
-                raise CapacityError(f"{len(self.pushes)} transfers are being pushed")
-            self._ended.pop(handle.transfer_id, None)
+            self._check_room()
+            self._ended.pop(handle.transfer_id)
             push = self.pushes[handle.transfer_id] = Push(self._ctx, self, handle, targets, now)
             self._ctx.counters.count("pushes.begun")
         elif push.sealing or push.over or push.handle is not handle:
@@ -259,6 +437,14 @@ class Producer:
                 f"transfer {handle.transfer_id!r} was sealed, has failed or is being drained"
             )
         push.add(spec)
+
+    def _check_room(self) -> None:
+        limit = self._ctx.config.limits.transfers
+        # What has failed and only drains keeps its blocks, not its place.
+        if len(self.pushes) - len(self.drainings) >= limit:
+            raise CapacityError(f"{limit} transfers are being pushed")
+        if len(self.drainings) >= limit + self._ctx.config.limits.quarantined:
+            raise CapacityError(f"{len(self.drainings)} pushes have failed and are not drained")
 
     def seal(self, transfer_id: str, payload: bytes) -> bool:
         """No more submits will come. False if the push has ended (its event says how)."""
@@ -297,22 +483,26 @@ class Producer:
 
     def on_cancel(self, sender: str, message: wire.Cancel, kind: ErrorKind, now: float) -> bool:
         """False if there is no such push: then nothing of it is in flight, nor ever will be."""
-        self._cancelled[message.ref] = None
-        if len(self._cancelled) > _CANCELLED_KEPT:
-            self._cancelled.popitem(last=False)
+        self._cancelled.add(message.ref, None, now)
+        self._ctx.sweeper.arm()
         push = self.pushes.get(message.ref.transfer)
         if push is None or not push.has(message.ref):
             return False
         push.on_cancel(kind, message.message, now)
         return True
 
-    def push_ended(self, push: Push) -> None:
+    def on_sealed(self, sender: str, message: wire.Sealed, kind: ErrorKind, now: float) -> None:
+        """A consumer rank says what became of what we sealed."""
+        push = self.pushes.get(message.ref.transfer)
+        if push is None or not push.on_sealed(sender, message, kind, now):
+            self._ctx.counters.count("sealed.stale")
+
+    def push_ended(self, push: Push, now: float) -> None:
         self.queued -= push.queued
         if self.pushes.get(push.handle.transfer_id) is push:
             del self.pushes[push.handle.transfer_id]
-            self._ended[push.handle.transfer_id] = None
-            if len(self._ended) > _CANCELLED_KEPT:
-                self._ended.popitem(last=False)
+            self._ended.add(push.handle.transfer_id, None, now)
+            self._ctx.sweeper.arm()
 
     # ---- draining ----------------------------------------------------------------------------
 
@@ -322,3 +512,18 @@ class Producer:
     def draining_ended(self, draining: Draining) -> None:
         if self.drainings.get(draining.transfer_id) is draining:
             del self.drainings[draining.transfer_id]
+
+
+def _kind(text: str) -> ErrorKind:
+    # An older peer said nothing, a newer one something new.
+    return _KINDS.get(text, ErrorKind.UNKNOWN)
+
+
+def _readers_failed(result: AckResult) -> TransferError:
+    """The first reader's reason stands for all."""
+    first = result.failed[0]
+    kind, message = first.reason if isinstance(first.reason, tuple) else (ErrorKind.UNKNOWN, "")
+    return TransferError(
+        f"reader rank {first.source} did not get the bytes: {message or 'it did not say why'}",
+        kind=kind,
+    )

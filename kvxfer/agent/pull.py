@@ -14,12 +14,12 @@ import attrs
 import numpy as np
 
 from kvxfer.agent.accept import destinations
+from kvxfer.agent.batches import batch_of
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part
+from kvxfer.agent.part import Part, history_of
 from kvxfer.core import wire
-from kvxfer.core.batch import Batch
 from kvxfer.core.events import BlockIds, Failed, Gone, Received, Role
 from kvxfer.core.layout import plan_layers
 from kvxfer.core.topology import Role as RankRole
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvxfer.agent.context import Context
     from kvxfer.agent.links import Link
     from kvxfer.agent.mailbox import Mailbox
+    from kvxfer.core.batch import Batch
     from kvxfer.core.layout import Align, Blocks
     from kvxfer.core.offer import Endpoint, Offer
 
@@ -104,13 +105,28 @@ class Pull:
         self.ended = False
         self._began = now
         self._queue_deadline = now + ctx.timeouts.connect + ctx.timeouts.queue
-        self._deadline = now + ctx.timeouts.transfer
+        # Each part has its own ``Timeouts.transfer``, from its first post. This bounds the sum.
+        self._deadline = self._queue_deadline + ctx.timeouts.transfer
         ctx.at(self, min(self._deadline, self._queue_deadline))
+        for source in self._sources:
+            self._watch(source)
+
+    def _watch(self, source: _Source) -> None:
+        """Our keeper keeps it granted while we cannot."""
+        if source.read:
+            ref = self.offer.ref(source.endpoint)
+            until = source.granted_until
+            self._ctx.keeping.watch(ref, bound=self._deadline, granted_until=until)
 
     def add(self, spec: PullSpec, *, last: bool) -> None:
         """One more submit. The caller has pinned its destination blocks."""
         self._specs.append(spec)
         self.complete_specs = self.complete_specs or last
+        self._ctx.soon(self)
+
+    def complete(self) -> None:
+        """The last submit has come."""
+        self.complete_specs = True
         self._ctx.soon(self)
 
     # ---- the data path -----------------------------------------------------------------------
@@ -152,6 +168,7 @@ class Pull:
                     TransferError(
                         f"producer rank {source.endpoint.rank} cannot be used: {link.error}",
                         kind=link.kind_of_failure(),
+                        history=history_of(self._parts()),
                     ),
                     now,
                 )
@@ -207,9 +224,23 @@ class Pull:
                 continue
             # Counted from when we sent the request: our lease ends before the producer's.
             source.granted_until = max(source.granted_until, sent + remaining)
-            for part in source.parts:
-                part.renewed(source.granted_until, now)
-            self._ctx.soon(self)
+            self._watch(source)
+            self._renewed(source, now)
+
+    def keeper_renewed(self, ref: wire.Ref, until: float, sent: float, now: float) -> bool:
+        """Our keeper was granted ``ref`` until ``until``, as it asked at ``sent``."""
+        for source in self._sources:
+            if source.read and self.offer.ref(source.endpoint) == ref:
+                source.granted_until = max(source.granted_until, until)
+                source.asked_at = max(source.asked_at, sent)
+                self._renewed(source, now)
+                return True
+        return False
+
+    def _renewed(self, source: _Source, now: float) -> None:
+        for part in source.parts:
+            part.renewed(source.granted_until, now)
+        self._ctx.soon(self)
 
     def on_refused(self, kind: ErrorKind, message: str, now: float) -> None:
         """A producer rank refused the grant."""
@@ -260,8 +291,8 @@ class Pull:
             align=spec.align,
             uncovered_local=spec.uncovered_local,
             cache=self._consumer.plans,
-        ).merged()
-        return Batch(plan.pair, plan.local, plan.remote, plan.size)
+        )
+        return batch_of(plan)
 
     def _watch_deadlines(self, now: float) -> None:
         if self.error is not None:
@@ -283,6 +314,8 @@ class Pull:
                 if not source.parts or all(p.done for p in source.parts):
                     continue
                 if now >= source.granted_until:
+                    if not self._ctx.keeping.knows(source.granted_until, now, self):
+                        continue  # it may have been renewed while we could not hear of it
                     self.fail(
                         TransferError(
                             f"the lease of producer rank {source.endpoint.rank} ended before the "
@@ -298,6 +331,7 @@ class Pull:
         return TransferError(
             f"not complete {now - self._began:.3f} s after it began: Timeouts.{phase} is over",
             kind=ErrorKind.TIMEOUT,
+            history=history_of(self._parts()),
         )
 
     # ---- the end -----------------------------------------------------------------------------
@@ -306,7 +340,8 @@ class Pull:
         """Give up; the first reason stays."""
         if self.error is not None or self.ended or self.draining is not None:
             return
-        self.error = error
+        self.error = self.handle.error = error  # known at once, published when all is over
+        self._deadline = min(self._deadline, now + self._ctx.timeouts.transfer)
         for part in self._parts():
             part.cancel()
         self._ctx.soon(self)
@@ -315,7 +350,14 @@ class Pull:
         """The producer no longer holds the blocks."""
         if self.ended or self.draining is not None:
             return
-        self._ctx.emit(Gone(transfer_id=self.handle.transfer_id, kind=kind, message=message))
+        self._ctx.emit(
+            Gone(
+                transfer_id=self.handle.transfer_id,
+                kind=kind,
+                message=message,
+            ),
+            self.handle,
+        )
         self.fail(TransferError(f"the producer no longer holds it: {message}", kind=kind), now)
 
     def _parts(self) -> list[Part]:
@@ -346,6 +388,8 @@ class Pull:
                 return
             # The time of now, not of the round's beginning: a process can be stopped in between.
             if source.read and self._ctx.clock.now() > source.granted_until:
+                if not self._ctx.keeping.knows(source.granted_until, now, self):
+                    return
                 self.fail(
                     TransferError("complete, but after the lease ended", kind=ErrorKind.EXPIRED),
                     now,
@@ -359,7 +403,9 @@ class Pull:
         self._release(ok=True, now=now)
         self._end(now)
         event = Received(transfer_id=self.handle.transfer_id, nbytes=nbytes)
-        self.handle._finish(TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event))
+        self.handle._finish(
+            TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event, self.handle)
+        )
 
     def _publish_failure(self, error: TransferError, parts: list[Part], now: float) -> None:
         drained = all(part.drained for part in parts)
@@ -394,7 +440,7 @@ class Pull:
             self._consumer.draining_began(self.draining)
         self.handle.error = error
         self.handle._finish(
-            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event, self.handle)
         )
 
     def _drained_at_last(self, now: float) -> None:
@@ -413,6 +459,15 @@ class Pull:
     def _release(self, *, ok: bool, now: float) -> None:
         """Tell every producer rank that we are finished; until confirmed or the lease ends."""
         until = now + self.offer.lease
+        error = self.error
+        release = partial(wire.Release, ok=ok, seq=self._consumer.closing_seq())
+        if not ok and error is not None:
+            release = partial(
+                release,
+                kind=error.kind.value,
+                message=error.message[:4096],
+                final=error.kind is ErrorKind.ABORTED,
+            )
         for source in self._sources:
             try:
                 box = self._mailbox(source)
@@ -420,11 +475,10 @@ class Pull:
                 self._ctx.counters.count("release.not_sent")
                 continue
             box.mail(
-                wire.Release(
-                    self.offer.ref(source.endpoint), ranks_to_wire(self._consumer.ranks), ok
-                ),
+                release(self.offer.ref(source.endpoint), ranks_to_wire(self._consumer.ranks)),
                 now=now,
                 until=until,
+                to=source.endpoint.incarnation,
             )
 
     def _mailbox(self, source: _Source) -> Mailbox:
@@ -441,6 +495,8 @@ class Pull:
         for source in self._sources:
             if source.link is not None:
                 source.link.unwatch(self)
+            if source.read:
+                self._ctx.keeping.unwatch(self.offer.ref(source.endpoint))
             for seq in source.sent:
                 self._consumer.forget_seq(seq)
         self._ctx.forget(self)

@@ -12,24 +12,29 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import numpy as np
 
+from kvxfer.agent.accept import SEALED_SINCE
+from kvxfer.agent.batches import batch_of
+from kvxfer.agent.coverage import distinct_nbytes
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part
+from kvxfer.agent.part import Part, history_of
 from kvxfer.core import wire
-from kvxfer.core.batch import Batch
+from kvxfer.core.capabilities import Visibility
 from kvxfer.core.events import BlockIds, Failed, Role, Sent
 from kvxfer.core.layout import Blocks, Side, plan_layers
 from kvxfer.core.topology import Role as RankRole
 from kvxfer.core.verdict import Op
-from kvxfer.errors import ErrorKind, InvalidInputError, KvxferError, TransferError
+from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, KvxferError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvxfer.agent.context import Context
     from kvxfer.agent.links import Link
+    from kvxfer.agent.mailbox import Mailbox
     from kvxfer.agent.producer import Producer
+    from kvxfer.core.batch import Batch
     from kvxfer.core.layout import Align
     from kvxfer.core.offer import Endpoint
 
@@ -66,8 +71,13 @@ class _Target:
     ref: wire.Ref | None = None
     groups: tuple[Blocks, ...] = ()
     parts: list[Part] = attrs.field(factory=list)
+    accepts_until: float = 0.0
+    """When the consumer gives up by itself."""
+    nbytes: int = 0
+    """What was written, once it is known."""
     sealing: bool = False
     sealed: bool = False
+    """It has received everything, or, if it speaks version 1, confirmed the seal."""
 
 
 class Push:
@@ -93,10 +103,15 @@ class Push:
         self._payload: bytes | None = None
         self.error: TransferError | None = None
         self.draining: Draining | None = None
+        self._unproven = False
+        """Reclaimed: nothing proves that no byte lands any more."""
         self.ended = False
         self._began = now
         self._queue_deadline = now + ctx.timeouts.connect + ctx.timeouts.queue
-        self._deadline = now + ctx.timeouts.transfer
+        # Each part has its own ``Timeouts.transfer``, from its first post. This bounds the sum.
+        self._deadline = self._queue_deadline + ctx.timeouts.transfer
+        self._answers_by = 0.0
+        """Once all is sealed: when every consumer rank must have answered."""
         ctx.at(self, min(self._deadline, self._queue_deadline))
 
     @property
@@ -156,6 +171,7 @@ class Push:
                     TransferError(
                         f"consumer rank {target.endpoint.rank} cannot be used: {target.link.error}",
                         kind=target.link.kind_of_failure(),
+                        history=history_of(self._parts()),
                     ),
                     now,
                 )
@@ -178,6 +194,7 @@ class Push:
                 if target.ref is None and message.ref.keeper == sender:
                     target.groups = tuple(_blocks(group) for group in message.groups)
                     target.ref = message.ref
+                    target.accepts_until = now + message.remaining
                     self._ctx.soon(self)
                 return
         self._ctx.counters.count("accepts.stranger")
@@ -204,15 +221,17 @@ class Push:
             return False
 
     def _check_coverage(self) -> None:
-        """Once every consumer rank is known: some of them must take each layer that is pushed."""
+        """Once every consumer rank is known: some of them must have each layer that is pushed.
+
+        Where ranks hold copies, a producer rank may have nothing to write and only seals; the
+        consumer counts the bytes.
+        """
         links = [target.link for target in self._targets]
         if self._covered == len(self._specs) or not all(
             link is not None and link.knows_layers for link in links
         ):
             return
-        taken = frozenset[str]().union(
-            *(link.layers.names(RankRole.PRODUCER) for link in links if link is not None)
-        )
+        taken = frozenset[str]().union(*(link.layers.common for link in links if link is not None))
         for spec in self._specs[self._covered :]:
             wanted = spec.layers if spec.layers is not None else self._producer.layer_names
             missing = sorted(wanted - taken)
@@ -225,10 +244,13 @@ class Push:
 
     def _move(self, now: float) -> None:
         self._check_coverage()
+        if self._covered < len(self._specs):
+            return  # a consumer rank cannot be reached yet: without it the others are in vain
         for target in self._targets:
             link = target.link
             if target.ref is None or link is None or not link.knows_layers:
                 continue
+            _check_visibility(link)
             while len(target.parts) < self._ready:
                 batch = self._plan(link, target, self._specs[len(target.parts)])
                 part = Part(self._ctx, link, Op.WRITE, batch, deadline=self._deadline, owner=self)
@@ -247,8 +269,8 @@ class Push:
             allow_gaps=True,
             uncovered_remote=_ANY_TAIL,
             cache=self._producer.plans,
-        ).merged()
-        return Batch(plan.pair, plan.local, plan.remote, plan.size)
+        )
+        return batch_of(plan)
 
     def _seal(self, now: float) -> None:
         """Once all submits are there and have landed: tell every consumer rank, confirmed."""
@@ -260,27 +282,83 @@ class Push:
             if len(target.parts) < len(self._specs) or not all(p.done for p in target.parts):
                 continue
             target.sealing = True
+            target.nbytes = self._nbytes(target)
+            speaks_sealed = target.link.version >= SEALED_SINCE
             target.link.mailbox.mail(
                 wire.Seal(
                     target.ref,
                     ranks_to_wire(self._producer.ranks),
-                    sum(p.batch.nbytes for p in target.parts),
+                    target.nbytes,
                     self._payload,
                 ),
                 now=now,
-                until=self._deadline,
-                on_confirm=partial(self._confirmed, target),
+                until=self._answer_deadline(target, now),
+                to=target.link.incarnation,
+                on_confirm=None if speaks_sealed else partial(self._confirmed, target),
             )
+        if all(t.sealing for t in self._targets) and not self._answers_by:
+            # The transfer phase is over: what is missing is the consumers' word.
+            self._answers_by = max(self._answer_deadline(t, now) for t in self._targets)
+
+    def _answer_deadline(self, target: _Target, now: float) -> float:
+        """Until when a consumer that was sent the seal may wait for other producer ranks, and tell.
+
+        Its own deadline counts, but not beyond what a transfer may take here.
+        """
+        waits = min(target.accepts_until, now + self._ctx.timeouts.transfer)
+        return max(now, waits) + self._ctx.timeouts.ack
 
     def _confirmed(self, target: _Target, _now: float) -> None:
+        """By a consumer of version 1, which says no more."""
         target.sealed = True
         self._ctx.soon(self)
+
+    def on_sealed(self, sender: str, message: wire.Sealed, kind: ErrorKind, now: float) -> bool:
+        """A consumer rank says what became of it. False if it is not one of ours."""
+        for target in self._targets:
+            if target.ref != message.ref or message.ref.keeper != sender or not target.sealing:
+                continue
+            if message.ok:
+                target.sealed = True
+            else:
+                self.fail(
+                    TransferError(
+                        f"consumer rank {target.endpoint.rank} did not receive it: "
+                        f"{message.message}",
+                        kind=kind,
+                    ),
+                    now,
+                )
+            self._ctx.soon(self)
+            return True
+        return False
+
+    def _nbytes(self, target: _Target) -> int:
+        """Bytes that were written to it; what was submitted twice counts once."""
+        seen: set[str] = set()
+        for spec in self._specs:
+            if len(self._specs) > 1 and (spec.layers is None or seen & spec.layers):
+                return distinct_nbytes([part.batch for part in target.parts])
+            seen.update(spec.layers or ())
+        return sum(part.batch.nbytes for part in target.parts)
 
     def _watch_deadlines(self, now: float) -> None:
         if self.error is not None:
             return
         waiting = [t for t in self._targets if t.ref is None]
-        if now >= self._deadline:
+        if self._answers_by:
+            if now >= self._answers_by:
+                self.fail(
+                    TransferError(
+                        "everything has landed, but not every consumer rank has said within "
+                        "Timeouts.ack that it received it: it may have",
+                        kind=ErrorKind.TIMEOUT,
+                    ),
+                    now,
+                )
+            else:
+                self._ctx.at(self, self._answers_by)
+        elif now >= self._deadline:
             self.fail(self._timeout("transfer", now), now)
         elif waiting and now >= self._queue_deadline:
             self.fail(self._timeout("queue", now), now)
@@ -291,6 +369,7 @@ class Push:
         return TransferError(
             f"not complete {now - self._began:.3f} s after it began: Timeouts.{phase} is over",
             kind=ErrorKind.TIMEOUT,
+            history=history_of(self._parts()),
         )
 
     # ---- the end -----------------------------------------------------------------------------
@@ -310,7 +389,8 @@ class Push:
         """Give up; the first reason stays."""
         if self.error is not None or self.ended or self.draining is not None:
             return
-        self.error = error
+        self.error = self.handle.error = error  # known at once, published when all is over
+        self._deadline = min(self._deadline, now + self._ctx.timeouts.transfer)
         for part in self._parts():
             part.cancel()
         self._ctx.soon(self)
@@ -330,12 +410,15 @@ class Push:
             else:
                 self._ctx.at(self, self._deadline)
         elif self._targets and all(t.sealed for t in self._targets):
-            self.handle.nbytes = sum(p.batch.nbytes for p in parts)
+            self.handle.nbytes = sum(t.nbytes for t in self._targets)
             self._ctx.counters.count("push.bytes", self.handle.nbytes)
-            self._end()
-            event = Sent(transfer_id=self.handle.transfer_id, nbytes=self.handle.nbytes)
+            self._end(now)
+            event = Sent(
+                transfer_id=self.handle.transfer_id,
+                nbytes=self.handle.nbytes,
+            )
             self.handle._finish(
-                TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event)
+                TransferState.DONE, drained=True, tell=lambda: self._ctx.emit(event, self.handle)
             )
 
     def _publish_failure(self, error: TransferError, parts: list[Part], now: float) -> None:
@@ -352,7 +435,7 @@ class Push:
             drained=drained,
         )
         if drained:
-            self._end()
+            self._end(now)
         else:
             self.draining = Draining(
                 self._ctx,
@@ -362,7 +445,7 @@ class Push:
                 links=[t.link for t in self._targets if t.link is not None],
                 op=Op.WRITE,
                 peers_write=False,
-                abandon=partial(_abandon, parts),
+                abandon=self._abandon,
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
                 free=lambda at: self._drained_at_last(error, at),
@@ -371,22 +454,41 @@ class Push:
             )
             self._producer.draining_began(self.draining)
         self.handle._finish(
-            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event)
+            TransferState.FAILED, drained=drained, tell=lambda: self._ctx.emit(event, self.handle)
         )
 
     def _drained_at_last(self, error: TransferError, now: float) -> None:
-        self._tell_failed(error, drained=True, now=now)
-        self._end()
+        if not self._unproven:
+            self._tell_failed(error, drained=True, now=now)
+        self._end(now)
 
     def _tell_failed(self, error: TransferError, *, drained: bool, now: float) -> None:
         for target in self._targets:
-            if target.ref is None or target.link is None or not target.link.usable:
+            if target.ref is None or target.link is None:
                 continue
-            target.link.mailbox.mail(
+            try:
+                box = self._mailbox(target, target.link)
+            except (InvalidInputError, CapacityError):
+                self._ctx.counters.count("push_failed.not_sent")
+                continue
+            box.mail(
                 wire.PushFailed(target.ref, error.kind.value, error.message[:4096], drained, True),
                 now=now,
                 until=now + self._ctx.timeouts.ack + self._ctx.timeouts.drain,
+                to=target.link.incarnation,
             )
+
+    def _mailbox(self, target: _Target, link: Link) -> Mailbox:
+        """Also of a consumer whose link has ended: our fence ends it, and is the proof it needs."""
+        if link.usable:
+            return link.mailbox
+        return self._producer.links.mailboxes.dial(link.address or target.endpoint.address)
+
+    def _abandon(self) -> None:
+        """Our user takes the blocks back without proof; the consumers' users have not."""
+        self._unproven = True
+        for part in self._parts():
+            part.abandon()
 
     def _block_ids(self) -> BlockIds:
         groups = max((len(spec.blocks) for spec in self._specs), default=0)
@@ -396,13 +498,13 @@ class Push:
             out.append(tuple(np.unique(np.concatenate(ids)).tolist()) if ids else ())
         return tuple(out)
 
-    def _end(self) -> None:
+    def _end(self, now: float) -> None:
         self.ended = True
         for target in self._targets:
             if target.link is not None:
                 target.link.unwatch(self)
         self._ctx.forget(self)
-        self._producer.push_ended(self)
+        self._producer.push_ended(self, now)
 
 
 def _blocks(group: wire.BlocksWire) -> Blocks:
@@ -412,6 +514,17 @@ def _blocks(group: wire.BlocksWire) -> Blocks:
     return Blocks.placed(wire.unpack_ids(group.positions), ids, placeholder=-1)
 
 
-def _abandon(parts: list[Part]) -> None:
-    for part in parts:
-        part.abandon()
+def _check_visibility(link: Link) -> None:
+    """An engine whose DONE only says "accepted" proves nothing that could be sealed.
+
+    Raises:
+        InvalidInputError: it is one; nothing was posted.
+    """
+    transport = link.transport
+    if transport is None or transport.capabilities.visible(Op.WRITE) is not Visibility.ACCEPTED:
+        return
+    raise InvalidInputError(
+        f"{transport.name} reports a WRITE as done once it was accepted, before the bytes are "
+        "there, and nothing tells when they are",
+        next_step="pull instead, or use an engine whose writes are acknowledged",
+    )

@@ -40,6 +40,11 @@ class Renewal:
         self._link.when_changed(self)
         ctx.soon(self)
 
+    @property
+    def open(self) -> bool:
+        """False once it is answered or given up."""
+        return self._link is not None
+
     def step(self, now: float) -> None:
         link = self._link
         if link is None:
@@ -54,7 +59,8 @@ class Renewal:
             self._tries += 1
             self._next_at = now + self._ctx.config.grant_interval
             link.mailbox.send(wire.Open(seq, [self._ref]))
-        self._ctx.at(self, min(self._until, max(self._next_at, now + 1e-6)))
+        # While the link is not up there is nothing to do: it says when that changes.
+        self._ctx.at(self, min(self._until, self._next_at) if link.up else self._until)
 
     def asked(self, seq: int, ref: wire.Ref, sender: str) -> bool:
         """Whether that is what we asked for with ``seq``."""
@@ -69,7 +75,13 @@ class Renewal:
         self._ctx.counters.count(f"renewals.refused.{kind.value}")
         self._end()
 
+    def stop(self) -> None:
+        """Somebody else renews it now, or nobody does."""
+        self._end()
+
     def _end(self) -> None:
+        if self._consumer.renewals.get(self._ref) is self:
+            del self._consumer.renewals[self._ref]
         if self._link is not None:
             self._link.unwatch(self)
             self._link = None

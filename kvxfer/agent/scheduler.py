@@ -3,6 +3,10 @@
 It lives in the engine's scheduler process, hands orders down to the worker halves of all ranks
 (``take_orders``, ``Agent.execute``), takes their reports up (``Agent.report``, ``apply``), and
 combines the ranks: an event comes out once all of them have theirs.
+
+Every transfer has a deadline of its own here, which needs no report: when it passes, ``poll`` (or
+``apply``) says that the transfer failed.  What a silent worker may still do with the blocks is not
+known then: they come back with its report, or when it is known to have ended (``worker_lost``).
 """
 
 from __future__ import annotations
@@ -10,13 +14,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+import attrs
+
 from kvxfer.agent import orders as o
+from kvxfer.agent.accept import destinations
 from kvxfer.agent.combine import Combined
 from kvxfer.agent.config import AgentConfig, seconds_of
+from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Role
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
-from kvxfer.errors import ConfigError, InvalidInputError
+from kvxfer.core.timers import Timers
+from kvxfer.errors import CapacityError, ConfigError, InvalidInputError
+from kvxfer.policies.timeouts import Timeouts
 
 __all__ = ["SchedulerAgent"]
 
@@ -31,6 +41,9 @@ class SchedulerAgent:
             as good, but offers need it.
         config: for the default lease.
         transfer_timeout: default deadline of ``accept`` in seconds.
+        report_grace: seconds that a worker's report may take to arrive here.
+        longest: seconds after which a hold is given up here whatever renews it.
+        clock: for the deadlines; the system's unless a test or simulator has its own.
     """
 
     def __init__(
@@ -39,13 +52,23 @@ class SchedulerAgent:
         *,
         config: AgentConfig | None = None,
         transfer_timeout: float = 30.0,
+        report_grace: float = 5.0,
+        longest: float = 3600.0,
+        clock: Clock | None = None,
     ) -> None:
         self.config = config or AgentConfig()
-        self._timeout = transfer_timeout
+        self._timeout = seconds_of("transfer_timeout", transfer_timeout)
+        self._grace = seconds_of("report_grace", report_grace)
+        self._longest = seconds_of("longest", longest)
+        self._clock = clock or SystemClock()
         self._workers: tuple[o.WorkerInfo, ...] = ()
         self._orders: list[o.Order] = []
         self._epochs = itertools.count(1)
-        self._open: dict[tuple[Role, str], Combined] = {}
+        self._open: dict[tuple[Role, str], _Open] = {}
+        self._deadlines: Timers[tuple[Role, str]] = Timers()
+        self._quarantined: dict[tuple[Role, str], None] = {}
+        self._heard: dict[int, float] = {}
+        """By rank: when its last report came."""
         self.stale = 0
         """Events of transfers that were not, or no longer, under way here."""
         infos = tuple(workers)
@@ -55,6 +78,11 @@ class SchedulerAgent:
     def __len__(self) -> int:
         """Transfers that are under way or not drained."""
         return len(self._open)
+
+    @property
+    def quarantine(self) -> tuple[str, ...]:
+        """Transfers that failed and of which no worker has said that they are drained."""
+        return tuple(transfer_id for _, transfer_id in self._quarantined)
 
     def set_workers(self, workers: Iterable[o.WorkerInfo]) -> None:
         """Learn how the workers can be reached: all ranks of the instance, each once.
@@ -91,29 +119,45 @@ class SchedulerAgent:
     # ---- verbs -------------------------------------------------------------------------------
 
     def hold(
-        self, transfer_id: str, blocks: Blocks | Sequence[Blocks], *, lease: float | None = None
+        self,
+        transfer_id: str,
+        blocks: Blocks | Sequence[Blocks],
+        *,
+        lease: float | None = None,
+        owner: str | None = None,
+        tag: object = None,
     ) -> Offer:
         """Producer, READ: have all ranks hold, and make the offer. See ``Agent.hold``.
 
         Raises:
             ConfigError: ``set_workers`` has not been called.
-            InvalidInputError: the id is under way.
+            InvalidInputError: the id is under way, and not for owners of the same blocks.
+            CapacityError: too many transfers are in quarantine.
         """
         if not self._workers:
             raise ConfigError("the workers are not known", next_step="call set_workers first")
         seconds = self.config.lease if lease is None else seconds_of("lease", lease)
-        self._begin(Role.PRODUCER, transfer_id)
+        groups = _groups(blocks)
+        known = self._open.get((Role.PRODUCER, transfer_id))
+        if known is not None and known.joins(owner) and known.offer is not None:
+            if known.offer.groups == groups:
+                known.join(owner)
+                return known.offer
+        budget = seconds + self.config.lease_margin + self.config.retry_window
+        entry = self._begin(Role.PRODUCER, transfer_id, groups, budget, owner=owner, tag=tag)
+        entry.renewable = True
         epoch = next(self._epochs)
         self._orders.append(o.HoldOrder(transfer_id=transfer_id, epoch=epoch, lease=seconds))
-        return Offer(
+        entry.offer = Offer(
             transfer_id=transfer_id,
             epoch=epoch,
-            endpoints=tuple(w.endpoint for w in self._workers),
+            endpoints=tuple(w.offering(transfer_id, epoch) for w in self._workers),
             sizes=self._workers[0].sizes,
             lease=seconds,
-            groups=_groups(blocks),
+            groups=groups,
             fingerprint=self._workers[0].fingerprint,
         )
+        return entry.offer
 
     def pull(
         self,
@@ -122,12 +166,26 @@ class SchedulerAgent:
         *,
         align: Align | None = None,
         uncovered_local: int = 0,
+        owner: str | None = None,
+        owners: int = 1,
+        tag: object = None,
     ) -> None:
         """Consumer, READ: have all ranks pull. See ``Agent.pull``."""
-        self._begin(Role.CONSUMER, offer.transfer_id)
+        groups = _groups(blocks)
+        known = self._open.get((Role.CONSUMER, offer.transfer_id))
+        if known is not None and known.joins(owner):
+            known.join(owner, groups)
+        else:
+            budget = self._phases("connect", "queue", "transfer", "transfer")
+            self._begin(Role.CONSUMER, offer.transfer_id, groups, budget, owner=owner, tag=tag)
         self._orders.append(
             o.PullOrder(
-                offer=offer, blocks=_groups(blocks), align=align, uncovered_local=uncovered_local
+                offer=offer,
+                blocks=groups,
+                align=align,
+                uncovered_local=uncovered_local,
+                owner=owner,
+                owners=owners,
             )
         )
 
@@ -138,25 +196,32 @@ class SchedulerAgent:
         *,
         deadline: float | None = None,
         producers: Sequence[Endpoint] = (),
+        tag: object = None,
     ) -> None:
         """Consumer, WRITE: have all ranks accept. See ``Agent.accept``."""
-        self._begin(Role.CONSUMER, transfer_id)
+        seconds = self._timeout if deadline is None else seconds_of("deadline", deadline)
+        groups = _groups(blocks)
+        self._begin(Role.CONSUMER, transfer_id, groups, seconds, tag=tag)
         self._orders.append(
             o.AcceptOrder(
                 transfer_id=transfer_id,
-                blocks=_groups(blocks),
-                deadline=self._timeout if deadline is None else seconds_of("deadline", deadline),
+                blocks=groups,
+                deadline=seconds,
                 producers=tuple(producers),
             )
         )
 
-    def follow_push(self, transfer_id: str) -> None:
+    def follow_push(self, transfer_id: str, *, tag: object = None) -> None:
         """Producer, WRITE: the workers push by themselves, layer by layer; combine their events."""
-        self._begin(Role.PRODUCER, transfer_id)
+        budget = self._phases("connect", "queue", "transfer", "transfer", "ack")
+        self._begin(Role.PRODUCER, transfer_id, (), budget, tag=tag)
 
-    def decline(self, offer: Offer) -> None:
-        """Consumer, READ: nobody of this instance will read."""
-        self._orders.append(o.DeclineOrder(offer=offer))
+    def decline(self, offer: Offer, *, owner: str | None = None, owners: int = 1) -> None:
+        """Consumer, READ: nobody of this instance will read, or this owner will not.
+
+        See ``Agent.decline``.
+        """
+        self._orders.append(o.DeclineOrder(offer=offer, owner=owner, owners=owners))
 
     def renew(self, offers: Iterable[Offer]) -> None:
         """Consumer, READ: keep holds alive for requests that wait in the queue."""
@@ -166,6 +231,27 @@ class SchedulerAgent:
         """Give a transfer up; its event still comes."""
         self._orders.append(o.AbortOrder(transfer_id=transfer_id))
 
+    def reclaim(self, transfer_id: str) -> list[Event]:
+        """Take a transfer's blocks out of quarantine here, on your own responsibility."""
+        out: list[Event] = []
+        for role in Role:
+            entry = self._open.get((role, transfer_id))
+            if entry is not None and entry.combined.quarantined:
+                out.extend(entry.combined.reclaim())
+                self._forget((role, transfer_id))
+        return out
+
+    def worker_lost(self, rank: int) -> list[Event]:
+        """The worker of that rank has ended, with its memory: no report of it will come.
+
+        Returns what that ends.  A worker that takes its place begins with nothing.
+        """
+        out: list[Event] = []
+        for key, entry in tuple(self._open.items()):
+            out.extend(entry.combined.lose(rank))
+            self._after(key, entry)
+        return out
+
     # ---- to and from the workers -------------------------------------------------------------
 
     def take_orders(self) -> list[o.Order]:
@@ -173,41 +259,163 @@ class SchedulerAgent:
         orders, self._orders = self._orders, []
         return orders
 
-    def apply(self, reports: o.Report | Iterable[o.Report]) -> list[Event]:
+    def apply(
+        self, reports: o.Report | Iterable[o.Report], now: float | None = None
+    ) -> list[Event]:
         """Take reports of any ranks, in any order; returns the combined events.
 
         Events about peers come through as they are. A transfer's events for ids that are not under
-        way are counted as stale and dropped.
+        way are counted as stale and dropped. Also does what ``poll`` does.
         """
+        now = self._clock.now() if now is None else now
         out: list[Event] = []
         for report in [reports] if isinstance(reports, o.Report) else reports:
+            if 0 <= report.rank < self.world_size:
+                self._heard[report.rank] = now
             for event in report.events:
                 if not event.transfer_id:
                     out.append(event)
                     continue
-                out.extend(self._combine(report.rank, event))
+                out.extend(self._combine(report.rank, event, now))
+        out.extend(self.poll(now))
         return out
 
-    def _combine(self, rank: int, event: Event) -> list[Event]:
+    def poll(self, now: float | None = None) -> list[Event]:
+        """Transfers whose deadline has passed although ranks are silent. Needs no report.
+
+        Call it once per step, or at ``next_at``.
+        """
+        now = self._clock.now() if now is None else now
+        out: list[Event] = []
+        for key in self._deadlines.pop_due(now):
+            entry = self._open[key]
+            later = self._still_alive(entry, now)
+            if later is not None:
+                self._deadlines.set(key, later)
+            elif not entry.combined.published:
+                out.extend(entry.combined.expire(now - entry.began))
+                self._orders.append(o.AbortOrder(transfer_id=entry.combined.transfer_id))
+                self._deadlines.set(key, now + self._phases("drain", "drain"))
+            else:
+                out.extend(entry.combined.quarantine())
+            self._after(key, entry)
+        return out
+
+    def next_at(self) -> float | None:
+        """When ``poll`` has something next, if no report comes first; seconds of the clock."""
+        return self._deadlines.next_at()
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _still_alive(self, entry: _Open, now: float) -> float | None:
+        """A hold that its readers renew: a worker that reports ends it by its own deadlines.
+
+        Returns when to look again; None if the deadline counts.
+        """
+        combined = entry.combined
+        if not entry.renewable or combined.published:
+            return None
+        heard = min(self._heard.get(rank, entry.began) for rank in combined.silent)
+        later = min(heard + entry.budget, entry.began + self._longest)
+        return later if later > now else None
+
+    def _combine(self, rank: int, event: Event, now: float) -> list[Event]:
         for role in Role:
-            combined = self._open.get((role, event.transfer_id))
-            if combined is not None and combined.concerns(event):
-                found = combined.add(rank, event)
-                if combined.over:
-                    del self._open[(role, event.transfer_id)]
+            entry = self._open.get((role, event.transfer_id))
+            if entry is not None and entry.combined.concerns(event):
+                was_published = entry.combined.published
+                found = entry.combined.add(rank, event)
+                if entry.combined.published and not was_published:
+                    # What is left is the proof that it is drained; workers have deadlines for that.
+                    at = now + self._phases("drain", "drain")
+                    self._deadlines.set((role, event.transfer_id), at)
+                self._after((role, event.transfer_id), entry)
                 return found
         self.stale += 1
         return []
 
-    def _begin(self, role: Role, transfer_id: str) -> None:
+    def _after(self, key: tuple[Role, str], entry: _Open) -> None:
+        if entry.combined.over:
+            self._forget(key)
+        elif entry.combined.quarantined:
+            self._quarantined[key] = None
+
+    def _forget(self, key: tuple[Role, str]) -> None:
+        self._open.pop(key, None)
+        self._quarantined.pop(key, None)
+        self._deadlines.cancel(key)
+
+    def _phases(self, *names: str) -> float:
+        """The longest that any worker gives these phases together, and the way of its report."""
+        timeouts = [w.timeouts for w in self._workers if w.timeouts is not None] or [Timeouts()]
+        return max(sum(getattr(t, n) for n in names) for t in timeouts) + self._grace
+
+    def _begin(
+        self,
+        role: Role,
+        transfer_id: str,
+        groups: tuple[Blocks, ...],
+        seconds: float,
+        *,
+        owner: str | None = None,
+        tag: object = None,
+    ) -> _Open:
         if (role, transfer_id) in self._open:
             raise InvalidInputError(
                 f"transfer {transfer_id!r} is under way already as {role.value}",
                 next_step="wait for its event, or use another id",
             )
-        self._open[(role, transfer_id)] = Combined(
-            role=role, transfer_id=transfer_id, world_size=self.world_size
+        if len(self._quarantined) >= self.config.limits.quarantined:
+            raise CapacityError(
+                f"{len(self._quarantined)} transfers are in quarantine: the limit",
+                next_step="restart the workers that are silent (worker_lost), or reclaim",
+            )
+        combined = Combined(
+            role=role,
+            transfer_id=transfer_id,
+            world_size=self.world_size,
+            blocks=tuple(tuple(ids.tolist()) for ids in destinations(groups)),
+            tag=tag,
+            owners=() if owner is None else (owner,),
         )
+        budget = seconds + self._grace
+        entry = _Open(combined=combined, began=self._clock.now(), budget=budget)
+        self._open[(role, transfer_id)] = entry
+        self._deadlines.set((role, transfer_id), entry.began + budget)
+        return entry
+
+
+@attrs.define(kw_only=True)
+class _Open:
+    """One transfer that is under way or not drained."""
+
+    combined: Combined
+    began: float
+    budget: float
+    renewable: bool = False
+    offer: Offer | None = None
+
+    def joins(self, owner: str | None) -> bool:
+        """Whether another owner may share it."""
+        owners = self.combined.owners
+        return (
+            owner is not None
+            and bool(owners)
+            and owner not in owners
+            and not self.combined.published
+        )
+
+    def join(self, owner: str | None, groups: tuple[Blocks, ...] = ()) -> None:
+        """One more owner, with blocks of its own or the same."""
+        assert owner is not None
+        combined = self.combined
+        combined.owners = (*combined.owners, owner)
+        if groups:
+            more = [tuple(ids.tolist()) for ids in destinations(groups)]
+            combined.blocks = tuple(
+                tuple(dict.fromkeys((*ids, *new)))
+                for ids, new in zip(combined.blocks, more, strict=True)
+            )
 
 
 def _groups(blocks: Blocks | Sequence[Blocks]) -> tuple[Blocks, ...]:

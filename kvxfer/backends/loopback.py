@@ -12,12 +12,13 @@ import ctypes
 import enum
 import threading
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 from attrs import validators as v
 
 from kvxfer.backends._local import check_dram, is_writable
+from kvxfer.backends._options import config_from
 from kvxfer.core.attempt import Accepted, Attempt
 from kvxfer.core.capabilities import (
     Cancel,
@@ -40,7 +41,7 @@ from kvxfer.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["CopyIn", "LoopbackConfig", "LoopbackTransport"]
 
@@ -69,6 +70,16 @@ class LoopbackConfig:
     max_pieces: int = attrs.field(default=2**31 - 1, validator=v.ge(1))
     max_nbytes: int = attrs.field(default=2**62, validator=v.ge(1))
     credits: int | None = attrs.field(default=None, validator=v.optional(v.ge(1)))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> LoopbackConfig:
+        """From JSON values, as a configuration file has them.
+
+        Raises:
+            ConfigError: an unknown key, with the nearest one as a hint, or a value that does not
+                fit.
+        """
+        return config_from(cls, options)
 
 
 # Who can be reached, by incarnation. Weak: a transport that nobody holds cannot be reached either.
@@ -106,6 +117,7 @@ class LoopbackTransport(Transport):
     """
 
     name: ClassVar[str] = "loopback"
+    config_type: ClassVar[type[LoopbackConfig]] = LoopbackConfig
 
     def __init__(
         self, config: LoopbackConfig | None = None, *, incarnation: str | None = None
@@ -116,6 +128,8 @@ class LoopbackTransport(Transport):
         self._next_region = 0
         self._inbound: dict[str, list[_Link]] = {}
         self._barred: set[str] = set()
+        self._seen_by: weakref.WeakSet[LoopbackPeer] = weakref.WeakSet()
+        """What others know us by: they are told when we close."""
         self._memory = threading.Lock()  # held while anybody touches our memory on behalf of a peer
         self._queue: collections.deque[Attempt] = collections.deque()
         self._copying: set[Attempt] = set()
@@ -190,7 +204,9 @@ class LoopbackTransport(Transport):
         link = _Link()
         with remote._memory:
             remote._inbound.setdefault(self.incarnation, []).append(link)
-        return Ready(LoopbackPeer(self, info, remote, link))
+        peer = LoopbackPeer(self, info, remote, link)
+        remote._seen_by.add(peer)
+        return Ready(peer)
 
     def _prepare(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> Pollable[Path]:
         remote = _loopback_peer(peer).remote
@@ -223,7 +239,7 @@ class LoopbackTransport(Transport):
 
     def _post(self, attempt: Attempt) -> None:
         peer = _loopback_peer(attempt.path.peer)
-        for p in set(attempt.batch.pair.tolist()):
+        for p in attempt.batch.used_pairs:
             local, descriptor = attempt.path.pairs[p]
             remote = peer.remote._regions.get(descriptor.region_id)
             if remote is None:
@@ -289,7 +305,7 @@ class LoopbackTransport(Transport):
             return PEER_GONE
         if not peer.link.open:
             return LINK_CUT
-        for p in set(attempt.batch.pair.tolist()):
+        for p in attempt.batch.used_pairs:
             if attempt.path.pairs[p][1].region_id not in peer.remote._regions:
                 return REGION_GONE
         return ""
@@ -322,6 +338,10 @@ class LoopbackTransport(Transport):
             self._drop(attempt, CANCELLED)
         self._queue.clear()
         _reachable.pop(self.incarnation, None)
+        for peer in tuple(self._seen_by):
+            peer.alive = False
+            if not peer.closed:
+                peer.transport._report_lost(peer)
         for other in tuple(_reachable.values()):
             other._barred.discard(self.incarnation)
             with other._memory:
@@ -414,6 +434,14 @@ def _move(attempt: Attempt, remote_regions: dict[int, Region]) -> None:
     ]
     memmove = ctypes.memmove
     read = attempt.op is Op.READ
-    for pair, local, remote, size in zip(*attempt.batch.lists(), strict=True):
-        here, there = near[pair] + local, far[pair] + remote
-        memmove(here, there, size) if read else memmove(there, here, size)
+    batch = attempt.batch
+    if batch.members is None:
+        for pair, local, remote, size in zip(*batch.lists(), strict=True):
+            here, there = near[pair] + local, far[pair] + remote
+            memmove(here, there, size) if read else memmove(there, here, size)
+        return
+    for pair, local_base, remote_base in batch.members:
+        first, second = near[pair] + local_base, far[pair] + remote_base
+        for local, remote, size in zip(*batch.shared_lists(), strict=True):
+            here, there = first + local, second + remote
+            memmove(here, there, size) if read else memmove(there, here, size)

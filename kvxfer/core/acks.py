@@ -4,6 +4,9 @@ Usable alone: no transport, no agent, no clock of its own.  A producer *expects*
 id from a set of source ranks on behalf of one or several owners; peers' ACKs are *recorded*.  An
 ACK may come before the expectation (normal: another process schedules), twice, from an older
 epoch, or never.  Ranks are kept as a set, so that a duplicate never looks like a second rank.
+
+A rank that failed is finished as well, but has consumed nothing: its ACK (``ok`` is False) does not
+complete anything, and the rank may begin again (``begin_again``) as long as somebody expects it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Collection, Iterable
 
 import attrs
 
+from kvxfer.core.remembered import Remembered
 from kvxfer.core.timers import Timers
 from kvxfer.errors import InvalidInputError
 
@@ -27,6 +31,8 @@ class AckOutcome(enum.Enum):
     """Counted; other ranks are still missing."""
     COMPLETE = "complete"
     """The last missing rank; the owners may proceed. Happens once per transfer."""
+    FAILED = "failed"
+    """This rank is finished, without the bytes; it may begin again. See ``AckResult.finished``."""
     DUPLICATE = "duplicate"
     """This rank had acknowledged before."""
     EARLY = "early"
@@ -47,7 +53,8 @@ class Ack:
 
     ``epoch`` tells two uses of one transfer id apart; None matches any.  ``sources`` are the ranks
     that have to acknowledge according to the sender (it knows its own size); the first ACK that
-    names them settles an expectation that does not.
+    names them settles an expectation that does not.  ``ok`` is False if the rank is finished but
+    did not get the bytes, ``final`` if it will not try again, ``reason`` why.
     """
 
     transfer_id: str
@@ -55,16 +62,27 @@ class Ack:
     epoch: int | None = None
     declined: bool = False
     sources: frozenset[int] | None = None
+    ok: bool = True
+    final: bool = False
+    reason: object = None
 
 
 @attrs.frozen(kw_only=True)
 class AckResult:
-    """What became of it. ``owners`` is filled with COMPLETE, DECLINED and EXPIRED."""
+    """What became of it. ``owners`` is filled with COMPLETE, DECLINED and EXPIRED.
+
+    ``missing``: ranks that have not got the bytes, as far as the ranks are known.  With FAILED,
+    ``finished`` says that nobody is expected to read any more, and ``final`` that nobody will even
+    try again; ``failed`` are the ACKs of the ranks that failed.
+    """
 
     outcome: AckOutcome
     transfer_id: str
     owners: tuple[str, ...] = ()
     missing: frozenset[int] = frozenset()
+    finished: bool = False
+    final: bool = False
+    failed: tuple[Ack, ...] = ()
 
 
 @attrs.define
@@ -73,6 +91,10 @@ class _Expected:
     sources: frozenset[int] | None
     owners: dict[str, None]
     seen: set[int] = attrs.field(factory=set)
+    failed: dict[int, Ack] = attrs.field(factory=dict)
+
+    def missing(self) -> frozenset[int]:
+        return frozenset() if self.sources is None else self.sources - self.seen
 
 
 @attrs.define
@@ -90,6 +112,7 @@ class AckReconciler:
         early_capacity: how many transfer ids with early ACKs are kept, oldest out first.
         fan_in_limit: how many ranks one transfer may have.
         terminal_capacity: how many ended transfer ids are remembered to call later ACKs stale.
+        terminal_ttl: for how many seconds they are.
     """
 
     def __init__(
@@ -99,22 +122,27 @@ class AckReconciler:
         early_capacity: int = 1024,
         fan_in_limit: int = 1024,
         terminal_capacity: int = 65536,
+        terminal_ttl: float = 300.0,
     ) -> None:
         for name, value in (
             ("early_ttl", early_ttl),
             ("early_capacity", early_capacity),
             ("fan_in_limit", fan_in_limit),
             ("terminal_capacity", terminal_capacity),
+            ("terminal_ttl", terminal_ttl),
         ):
             if not value > 0:
                 raise InvalidInputError(f"{name} is {value}: it must be positive")
         self._ttl = early_ttl
         self._capacity = early_capacity
         self._fan_in = fan_in_limit
-        self._terminal_capacity = terminal_capacity
         self._expected: dict[str, _Expected] = {}
         self._early: OrderedDict[str, _Early] = OrderedDict()
-        self._terminal: OrderedDict[str, int | None] = OrderedDict()
+        self._terminal: Remembered[str, int | None] = Remembered(
+            capacity=terminal_capacity, ttl=terminal_ttl
+        )
+        self._now = float("-inf")
+        """The latest time we were told."""
         self._deadlines: Timers[str] = Timers()
         self.counters: dict[str, int] = {o.value: 0 for o in AckOutcome}
         self.counters.update(evicted_ttl=0, evicted_capacity=0)
@@ -127,6 +155,11 @@ class AckReconciler:
     def early(self) -> tuple[str, ...]:
         """Transfer ids with early ACKs, oldest first."""
         return tuple(self._early)
+
+    @property
+    def remembered(self) -> int:
+        """How many ended transfer ids are remembered."""
+        return len(self._terminal)
 
     def expect(
         self,
@@ -152,6 +185,7 @@ class AckReconciler:
             raise InvalidInputError(
                 f"{len(wanted)} source ranks for {transfer_id!r}: must be 1 to {self._fan_in}"
             )
+        self._now = now
         entry = self._expected.get(transfer_id)
         if entry is not None:
             if entry.epoch != epoch or (
@@ -165,7 +199,7 @@ class AckReconciler:
                 )
             entry.owners.update(dict.fromkeys(owners))
             return None
-        self._terminal.pop(transfer_id, None)
+        self._terminal.pop(transfer_id)
         self._expected[transfer_id] = _Expected(epoch, wanted, dict.fromkeys(owners))
         self._deadlines.set(transfer_id, deadline)
         early = self._early.pop(transfer_id, None)
@@ -173,12 +207,16 @@ class AckReconciler:
         if early is not None and now - early.arrived <= self._ttl:
             for ack in early.acks.values():
                 outcome = self.record(ack, now)
-                if outcome.outcome in (AckOutcome.COMPLETE, AckOutcome.DECLINED):
+                if outcome.finished or outcome.outcome in (
+                    AckOutcome.COMPLETE,
+                    AckOutcome.DECLINED,
+                ):
                     result = outcome
         return result
 
     def record(self, ack: Ack, now: float) -> AckResult:
         """Take one ACK. Never raises for what a peer sent."""
+        self._now = now
         entry = self._expected.get(ack.transfer_id)
         if entry is None:
             return self._unexpected(ack, now)
@@ -186,6 +224,8 @@ class AckReconciler:
             return self._result(AckOutcome.STALE, ack.transfer_id)
         if ack.declined:
             return self._finish(AckOutcome.DECLINED, ack.transfer_id)
+        if not ack.ok:
+            return self._record_failed(entry, ack)
         if entry.sources is None and ack.sources is not None:
             if not 0 < len(ack.sources) <= self._fan_in:
                 return self._result(AckOutcome.REJECTED, ack.transfer_id)
@@ -197,11 +237,67 @@ class AckReconciler:
         if len(entry.seen) >= self._fan_in:
             return self._result(AckOutcome.REJECTED, ack.transfer_id)
         entry.seen.add(ack.source)
+        entry.failed.pop(ack.source, None)
         if entry.sources is not None and entry.sources <= entry.seen:
             return self._finish(AckOutcome.COMPLETE, ack.transfer_id)
-        missing = frozenset() if entry.sources is None else entry.sources - entry.seen
-        self.counters[AckOutcome.PROGRESS.value] += 1
-        return AckResult(outcome=AckOutcome.PROGRESS, transfer_id=ack.transfer_id, missing=missing)
+        if entry.failed and entry.sources is not None and entry.sources <= _finished(entry):
+            # The others had failed before: with this one nobody reads any more.
+            self.counters[AckOutcome.FAILED.value] += 1
+            return self._failed(entry, ack.transfer_id)
+        self.counters["progress"] += 1
+        return AckResult(
+            outcome=AckOutcome.PROGRESS, transfer_id=ack.transfer_id, missing=entry.missing()
+        )
+
+    def _record_failed(self, entry: _Expected, ack: Ack) -> AckResult:
+        """It names no ranks for good: whoever tries next may have other sizes."""
+        wanted = entry.sources if entry.sources is not None else ack.sources
+        if wanted is not None and ack.source not in wanted:
+            return self._result(AckOutcome.REJECTED, ack.transfer_id)
+        if ack.source in entry.seen:
+            return self._result(AckOutcome.DUPLICATE, ack.transfer_id)
+        if len(entry.failed) >= self._fan_in or (wanted and len(wanted) > self._fan_in):
+            return self._result(AckOutcome.REJECTED, ack.transfer_id)
+        entry.failed[ack.source] = ack
+        self.counters[AckOutcome.FAILED.value] += 1
+        return self._failed(entry, ack.transfer_id)
+
+    def _failed(self, entry: _Expected, transfer_id: str) -> AckResult:
+        failed = tuple(entry.failed.values())
+        wanted = entry.sources
+        if wanted is None:
+            named = [ack.sources for ack in failed if ack.sources is not None]
+            wanted = named[-1] if named else None
+        finished = wanted is None or wanted <= _finished(entry)
+        return AckResult(
+            outcome=AckOutcome.FAILED,
+            transfer_id=transfer_id,
+            owners=tuple(entry.owners) if finished else (),
+            missing=frozenset() if wanted is None else wanted - entry.seen,
+            finished=finished,
+            final=finished and all(ack.final for ack in failed),
+            failed=failed,
+        )
+
+    def begin_again(self, transfer_id: str, source: int) -> bool:
+        """A rank that had failed tries once more. False if it had not."""
+        entry = self._expected.get(transfer_id)
+        return entry is not None and entry.failed.pop(source, None) is not None
+
+    def failure(self, transfer_id: str) -> AckResult | None:
+        """The FAILED result as of now; None if no rank has failed without beginning again."""
+        entry = self._expected.get(transfer_id)
+        return None if entry is None or not entry.failed else self._failed(entry, transfer_id)
+
+    def missing(self, transfer_id: str) -> frozenset[int]:
+        """Ranks of an open expectation that have not got the bytes, as far as they are known."""
+        entry = self._expected.get(transfer_id)
+        return frozenset() if entry is None else entry.missing()
+
+    def owners(self, transfer_id: str) -> tuple[str, ...]:
+        """Owners of an open expectation."""
+        entry = self._expected.get(transfer_id)
+        return () if entry is None else tuple(entry.owners)
 
     def acknowledged(self, transfer_id: str, source: int) -> bool:
         """Whether this rank has acknowledged an open expectation, or it has ended altogether."""
@@ -210,9 +306,11 @@ class AckReconciler:
 
     def poll(self, now: float) -> list[AckResult]:
         """Expectations whose deadline passed, each once. Drops early ACKs older than the TTL."""
+        self._now = now
+        self._terminal.expire(now)
         while self._early:
             transfer_id, early = next(iter(self._early.items()))
-            if now - early.arrived <= self._ttl:
+            if now < early.arrived + self._ttl:
                 break
             del self._early[transfer_id]
             self.counters["evicted_ttl"] += 1
@@ -228,11 +326,11 @@ class AckReconciler:
 
     def next_at(self) -> float | None:
         """When ``poll`` has something next."""
-        at = self._deadlines.next_at()
+        times = [self._deadlines.next_at(), self._terminal.next_at()]
         if self._early:
-            ttl = next(iter(self._early.values())).arrived + self._ttl
-            return ttl if at is None else min(at, ttl)
-        return at
+            times.append(next(iter(self._early.values())).arrived + self._ttl)
+        known = [at for at in times if at is not None and at < float("inf")]
+        return min(known) if known else None
 
     def unmap(self, transfer_id: str, *, owner: str | None = None) -> bool:
         """Withdraw ``owner``, or with None the whole expectation. True if something was removed.
@@ -254,46 +352,50 @@ class AckReconciler:
     # ---- inside ----------------------------------------------------------------------------
 
     def _unexpected(self, ack: Ack, now: float) -> AckResult:
-        if ack.transfer_id in self._terminal:
-            ended = self._terminal[ack.transfer_id]
+        transfer_id = ack.transfer_id
+        if transfer_id in self._terminal:
+            ended = self._terminal.get(transfer_id)
             if ack.epoch is None or ended is None or ack.epoch <= ended:
-                return self._result(AckOutcome.STALE, ack.transfer_id)
-        early = self._early.get(ack.transfer_id)
+                return self._result(AckOutcome.STALE, transfer_id)
+        early = self._early.get(transfer_id)
         if early is None:
-            early = self._early[ack.transfer_id] = _Early(now, {})
+            self._early[transfer_id] = _Early(now, {ack.source: ack})
             if len(self._early) > self._capacity:
                 self._early.popitem(last=False)
                 self.counters["evicted_capacity"] += 1
-        elif ack.source in early.acks:
+            return self._result(AckOutcome.EARLY, transfer_id)
+        if ack.source in early.acks and early.acks[ack.source].ok:
             return self._result(AckOutcome.DUPLICATE, ack.transfer_id)
-        if len(early.acks) >= self._fan_in:
+        if len(early.acks) >= self._fan_in and ack.source not in early.acks:
             return self._result(AckOutcome.REJECTED, ack.transfer_id)
         early.acks[ack.source] = ack
         return self._result(AckOutcome.EARLY, ack.transfer_id)
 
     def _result(self, outcome: AckOutcome, transfer_id: str) -> AckResult:
-        self.counters[outcome.value] += 1
+        self.counters[outcome._value_] += 1
         return AckResult(outcome=outcome, transfer_id=transfer_id)
 
     def _finish(self, outcome: AckOutcome, transfer_id: str) -> AckResult:
         entry = self._expected[transfer_id]
         self._forget(transfer_id, entry)
         self.counters[outcome.value] += 1
-        missing = frozenset() if entry.sources is None else entry.sources - entry.seen
         return AckResult(
             outcome=outcome,
             transfer_id=transfer_id,
             owners=tuple(entry.owners),
-            missing=missing if outcome is AckOutcome.EXPIRED else frozenset(),
+            missing=entry.missing() if outcome is AckOutcome.EXPIRED else frozenset(),
+            failed=tuple(entry.failed.values()),
         )
 
     def _forget(self, transfer_id: str, entry: _Expected) -> None:
         del self._expected[transfer_id]
         self._deadlines.cancel(transfer_id)
-        self._terminal[transfer_id] = entry.epoch
-        self._terminal.move_to_end(transfer_id)
-        if len(self._terminal) > self._terminal_capacity:
-            self._terminal.popitem(last=False)
+        self._terminal.add(transfer_id, entry.epoch, self._now)
+
+
+def _finished(entry: _Expected) -> frozenset[int]:
+    """Ranks that read no more, with or without the bytes."""
+    return frozenset(entry.seen).union(entry.failed)
 
 
 def _show(sources: Collection[int] | None) -> str:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.core.pieces import (
+    Flat,
+    Int32Array,
+    Int64Array,
+    Members,
+    Pieces,
+    Repeated,
+    Term,
+    Vectors,
+    as_list,
+)
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Batch", "Int32Array", "Int64Array"]
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+__all__ = ["Batch", "Int32Array", "Int64Array", "Members", "Pieces"]
 
 
 class Batch:
@@ -25,11 +33,21 @@ class Batch:
     ``remote[i]`` of the remote region of pair ``pair[i]`` of the path.  Offsets and sizes are
     bytes.  Immutable by convention; ``lists`` is cached: hand the same batch to a retry.
 
+    Layers of equal geometry move the same pieces from bases of their own: ``Batch.repeated`` keeps
+    such pieces factored.  Everything here works on that form too, and the vectors are made when
+    they are asked for; what an engine can do with one list for all layers it finds in ``members``
+    and ``shared_lists``.
+
     Raises:
         InvalidInputError: lengths differ, a size is not positive, or an offset is negative.
     """
 
-    __slots__ = ("_lists", "_used", "local", "nbytes", "pair", "remote", "size")
+    __slots__ = ("_count", "_lists", "_terms", "_used", "_vectors", "members", "nbytes", "shared")
+
+    members: Members | None
+    """Where the shared pieces are repeated; None unless all of the batch has that one form."""
+    shared: Pieces | None
+    """The pieces that the members share; None where ``members`` is."""
 
     def __init__(
         self,
@@ -38,130 +56,232 @@ class Batch:
         remote: npt.ArrayLike,
         size: npt.ArrayLike,
     ) -> None:
-        self.pair: Int32Array = _vector("pair", pair, np.int32)
-        self.local: Int64Array = _vector("local", local, np.int64)
-        self.remote: Int64Array = _vector("remote", remote, np.int64)
-        self.size: Int64Array = _vector("size", size, np.int64)
-        n = len(self.pair)
-        if not n == len(self.local) == len(self.remote) == len(self.size):
-            raise InvalidInputError(
-                f"pair, local, remote and size have lengths {n}, {len(self.local)}, "
-                f"{len(self.remote)} and {len(self.size)}: they must be equal"
-            )
-        if n:
-            for name, vector, low in (
-                ("pair", self.pair, 0),
-                ("local", self.local, 0),
-                ("remote", self.remote, 0),
-                ("size", self.size, 1),
-            ):
-                if int(vector.min()) < low:
-                    i = int(vector.argmin())
-                    raise InvalidInputError(f"{name}[{i}] is {int(vector[i])}, below {low}")
-        self.nbytes = _exact_sum(self.size)
+        self._set((Flat.checked(pair, local, remote, size),))
+
+    def _set(self, terms: tuple[Term, ...]) -> None:
+        self._terms = terms
+        self.members = self.shared = None
+        if len(terms) == 1:
+            term = terms[0]
+            self._count = term.count
+            self.nbytes = term.nbytes
+            if isinstance(term, Repeated):
+                self.members = term.members
+                self.shared = term.pieces
+        else:
+            self._count = sum(term.count for term in terms)
+            self.nbytes = sum(term.nbytes for term in terms)
+        self._vectors: Vectors | None = None
         self._lists: tuple[list[int], list[int], list[int], list[int]] | None = None
         self._used: list[int] | None = None
 
+    @classmethod
+    def _of(cls, terms: Sequence[Term]) -> Batch:
+        batch = cls.__new__(cls)
+        batch._set(tuple(terms))
+        return batch
+
+    @classmethod
+    def repeated(  # noqa: PLR0917 - three vectors of the members, three of the pieces
+        cls,
+        pair: npt.ArrayLike,
+        local_base: npt.ArrayLike,
+        remote_base: npt.ArrayLike,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        size: npt.ArrayLike,
+    ) -> Batch:
+        """The same pieces once for every member, kept factored.
+
+        For each member ``m`` in order, all pieces ``i`` in order: ``size[i]`` bytes between offset
+        ``local_base[m] + local[i]`` of the local and ``remote_base[m] + remote[i]`` of the remote
+        region of pair ``pair[m]``.  Checking costs the members plus the pieces, not their product.
+
+        Raises:
+            InvalidInputError: lengths differ, a size is not positive, or an offset is negative or
+                beyond int64; an index in the text counts the pieces of the whole batch.
+        """
+        return cls.repeated_pieces(pair, local_base, remote_base, Pieces(local, remote, size))
+
+    @classmethod
+    def repeated_pieces(
+        cls,
+        pair: npt.ArrayLike,
+        local_base: npt.ArrayLike,
+        remote_base: npt.ArrayLike,
+        pieces: Pieces,
+    ) -> Batch:
+        """As ``repeated``, with shared pieces that several batches have in common.
+
+        What is worked out of ``pieces``, such as lists, is then worked out once for all of them.
+        """
+        return cls._of([Repeated.checked(pair, local_base, remote_base, pieces)])
+
+    # ---- the pieces --------------------------------------------------------------------------
+
+    @property
+    def vectors(self) -> Vectors:
+        """``(pair, local, remote, size)``. Made on first use where the batch is factored."""
+        if self._vectors is None:
+            parts = [term.vectors for term in self._terms]
+            if len(parts) == 1:
+                self._vectors = parts[0]
+            else:
+                pair, local, remote, size = (
+                    np.concatenate(columns) for columns in zip(*(parts or [_NOTHING]), strict=True)
+                )
+                self._vectors = (pair, local, remote, size)
+        return self._vectors
+
+    @property
+    def pair(self) -> Int32Array:
+        """int32[n]."""
+        return self.vectors[0]
+
+    @property
+    def local(self) -> Int64Array:
+        """int64[n], bytes."""
+        return self.vectors[1]
+
+    @property
+    def remote(self) -> Int64Array:
+        """int64[n], bytes."""
+        return self.vectors[2]
+
+    @property
+    def size(self) -> Int64Array:
+        """int64[n], bytes."""
+        return self.vectors[3]
+
     def __len__(self) -> int:
-        return len(self.pair)
+        return self._count
 
     def __repr__(self) -> str:
-        return f"Batch({len(self)} pieces, {self.nbytes} bytes)"
+        members = f" for each of {len(self.members)} members" if self.members is not None else ""
+        count = len(self) // max(len(self.members or ()), 1)
+        return f"Batch({count} pieces{members}, {self.nbytes} bytes)"
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """``(pair, local, remote, size)`` as Python lists: what pybind11 takes fastest. Cached."""
         if self._lists is None:
-            self._lists = (
-                self.pair.tolist(),
-                self.local.tolist(),
-                self.remote.tolist(),
-                self.size.tolist(),
-            )
+            pair, local, remote, size = self.vectors
+            self._lists = (as_list(pair), as_list(local), as_list(remote), as_list(size))
         return self._lists
+
+    # ---- the factored form -------------------------------------------------------------------
+
+    def shared_lists(self) -> tuple[list[int], list[int], list[int]]:
+        """``(local, remote, size)`` of the shared pieces as Python lists.
+
+        Made once, also for all batches that ``cut`` makes of one.  Without ``members``: those of
+        all pieces.
+        """
+        shared = self.shared
+        return self.lists()[1:] if shared is None else shared.lists()
+
+    # ---- facts -------------------------------------------------------------------------------
 
     @property
     def used_pairs(self) -> list[int]:
         """The pair indices that occur, rising. Cached."""
         if self._used is None:
-            # Quicker than np.unique, which also loads numpy.ma on first use.
-            self._used = np.flatnonzero(np.bincount(self.pair)).tolist() if len(self) else []
+            found = [term.used_pairs() for term in self._terms]
+            self._used = found[0] if len(found) == 1 else sorted(set().union(*found))
         return self._used
+
+    def top_pair(self) -> tuple[int, int]:
+        """``(greatest pair index, first piece with it)`` of a batch that is not empty."""
+        top, at, start = -1, 0, 0
+        for term in self._terms:
+            if term.count:
+                pair, i = term.top_pair()
+                if pair > top:
+                    top, at = pair, start + i
+            start += term.count
+        return top, at
+
+    def first_beyond(self, side: str, nbytes: Int64Array) -> int | None:
+        """The first piece that ends behind its region, or None.
+
+        Args:
+            side: ``"local"`` or ``"remote"``.
+            nbytes: int64, sizes of that side's regions by pair, for every pair that occurs.
+        """
+        start = 0
+        for term in self._terms:
+            if term.count:
+                i = term.beyond(side, nbytes)
+                if i is not None:
+                    return start + i
+            start += term.count
+        return None
+
+    def piece(self, index: int) -> tuple[int, int, int, int]:
+        """``(pair, local, remote, size)`` of one piece."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"piece {index} of {len(self)}")
+        pair, local, remote, size = self.slice(index, index + 1).vectors
+        return int(pair[0]), int(local[0]), int(remote[0]), int(size[0])
+
+    # ---- parts -------------------------------------------------------------------------------
 
     def slice(self, start: int, stop: int) -> Batch:
         """Pieces ``start`` to ``stop``, without copying or checking again."""
-        part = Batch.__new__(Batch)
-        part.pair = self.pair[start:stop]
-        part.local = self.local[start:stop]
-        part.remote = self.remote[start:stop]
-        part.size = self.size[start:stop]
-        part.nbytes = _exact_sum(part.size)
-        part._lists = None
-        part._used = None
-        return part
+        start, stop, _ = slice(start, stop).indices(len(self))
+        found: list[Term] = []
+        at = 0
+        for term in self._terms:
+            found += term.part(max(start - at, 0), min(stop - at, term.count))
+            at += term.count
+        return Batch._of(found)
+
+    def of_pairs(self, pairs: Sequence[int]) -> Batch:
+        """The pieces of these pairs, in order. A factored batch stays so."""
+        wanted = set(pairs)
+        return Batch._of([term.of_pairs(wanted) for term in self._terms])
 
     def cut(self, *, max_pieces: int, max_nbytes: int) -> Sequence[Batch]:
         """This batch in order, as batches of at most that many pieces and bytes.
 
-        A single piece above ``max_nbytes`` is split at multiples of it.
+        A single piece above ``max_nbytes`` is split at multiples of it.  A factored batch is cut
+        between members where several of them fit; otherwise every member's pieces are cut into the
+        same stretches, which share their lists.
         """
         if max_pieces < 1 or max_nbytes < 1:
             raise InvalidInputError(
                 f"max_pieces={max_pieces} and max_nbytes={max_nbytes} must be at least 1"
             )
-        whole = (
-            self if not len(self) or int(self.size.max()) <= max_nbytes else self._chop(max_nbytes)
-        )
-        if len(whole) <= max_pieces and whole.nbytes <= max_nbytes:
-            return [whole] if len(whole) else []
-        ends = np.cumsum(whole.size)
-        parts: list[Batch] = []
-        start, done = 0, 0
-        while start < len(whole):
-            stop = int(np.searchsorted(ends, done + max_nbytes, side="right"))
-            stop = min(max(stop, start + 1), start + max_pieces, len(whole))
-            parts.append(whole.slice(start, stop))
-            done = int(ends[stop - 1])
-            start = stop
-        return parts
-
-    def _chop(self, limit: int) -> Batch:
-        counts = -(-self.size // limit)
-        index = np.repeat(np.arange(len(self)), counts)
-        first = np.cumsum(counts) - counts
-        step = (np.arange(len(index)) - np.repeat(first, counts)) * limit
-        size = np.minimum(self.size[index] - step, limit)
-        return Batch(self.pair[index], self.local[index] + step, self.remote[index] + step, size)
+        if len(self) <= max_pieces and self.nbytes <= max_nbytes:
+            return [self] if len(self) else []
+        return [
+            Batch._of([part])
+            for term in self._terms
+            if term.count
+            for part in term.cut(max_pieces, max_nbytes)
+        ]
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """All pieces of ``batches``, in order."""
+        """All pieces of ``batches``, in order. Factored ones stay so, and ``cut`` keeps them."""
         if len(batches) == 1:
             return batches[0]
-        return cls(
-            np.concatenate([b.pair for b in batches]) if batches else [],
-            np.concatenate([b.local for b in batches]) if batches else [],
-            np.concatenate([b.remote for b in batches]) if batches else [],
-            np.concatenate([b.size for b in batches]) if batches else [],
-        )
+        terms = [term for batch in batches for term in batch._terms if term.count]
+        first = terms[0] if terms else None
+        if isinstance(first, Repeated) and all(
+            isinstance(term, Repeated) and term.pieces is first.pieces for term in terms
+        ):
+            members = [term.members for term in terms if isinstance(term, Repeated)]
+            joined = Members(
+                np.concatenate([m.pair for m in members]),
+                np.concatenate([m.local_base for m in members]),
+                np.concatenate([m.remote_base for m in members]),
+            )
+            return cls._of([Repeated(joined, first.pieces)])
+        if all(isinstance(term, Flat) for term in terms):
+            columns = zip(*([term.vectors for term in terms] or [_NOTHING]), strict=True)
+            return cls._of([Flat.of(*map(np.concatenate, columns))])
+        return cls._of(terms)
 
 
-def _vector(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise InvalidInputError(f"{name} has {array.ndim} dimensions: it must be a vector")
-    if array.dtype == dtype:
-        return array
-    if array.size and array.dtype.kind not in "iu":
-        raise InvalidInputError(f"{name} has dtype {array.dtype}: it must hold integers")
-    info = np.iinfo(dtype)
-    if array.size and (int(array.max()) > info.max or int(array.min()) < info.min):
-        raise InvalidInputError(f"{name} holds values outside {info.dtype}")
-    return array.astype(dtype)
-
-
-def _exact_sum(size: Int64Array) -> int:
-    if not len(size):
-        return 0
-    if int(size.max()) > (2**62) // len(size):  # the int64 sum could wrap: take the slow road
-        return sum(size.tolist())
-    return int(size.sum())
+_EMPTY = np.empty(0, np.int64)
+_NOTHING: Vectors = (np.empty(0, np.int32), _EMPTY, _EMPTY, _EMPTY)

@@ -78,7 +78,8 @@ class Capabilities:
     max_nbytes: int = attrs.field(default=2**62, validator=v.ge(1))
     """Most bytes one post takes."""
     credits: int | None = attrs.field(default=None, validator=v.optional(v.ge(1)))
-    """Pieces in flight per peer before the engine refuses; None where it does not."""
+    """Pieces in flight per queue (``Path.queues``; by default one per connection) before the engine
+    refuses; None where it does not."""
     atomic_refusal: bool = True
     """A refused post has posted nothing."""
     may_block_in_post: bool = False

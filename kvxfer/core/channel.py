@@ -24,6 +24,8 @@ class Inbound:
 
     route: Route
     data: bytes
+    peer: str = ""
+    """Who sent it, by the name of its key in the allow-list; empty without keys."""
 
 
 class Channel(ABC):
@@ -55,6 +57,22 @@ class Channel(ABC):
     def receive(self, budget: int = 256) -> list[Inbound]:
         """What arrived, at most ``budget`` messages, oversized ones dropped and counted."""
 
+    @property
+    def authenticated(self) -> bool:
+        """Whether ``Inbound.peer`` is known of every message: keys are on."""
+        return False
+
+    def peer_of(self, route: Route) -> str:
+        """Whose key stands behind a route, by its name in the allow-list; empty without keys.
+
+        Of a dialled route it may not be known before the connection is up.
+        """
+        del route
+        return ""
+
+    def reload_keys(self) -> None:
+        """Read the key files again, where there are any. Peers whose keys went are cut off."""
+
     def lost_routes(self) -> list[Route]:
         """Routes whose connection dropped since the last call. A dialled one comes back by itself.
 
@@ -69,6 +87,15 @@ class Channel(ABC):
     @abstractmethod
     def wake(self) -> None:
         """End a ``wait`` early. Any thread."""
+
+    def watch_descriptor(self, fd: int) -> None:
+        """Let a readable ``fd`` end a ``wait``, too, until ``unwatch_descriptor``.
+
+        A channel whose ``wait`` does not sleep has nothing to do here.
+        """
+
+    def unwatch_descriptor(self, fd: int) -> None:
+        """To be called before ``fd`` is closed; unknown ones are ignored."""
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,7 @@ Every transfer ends in exactly one of Received, Sent, Declined, Failed or Expire
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import attrs
 
@@ -41,9 +42,16 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @attrs.frozen(kw_only=True)
 class Event:
-    """Base of all events. ``transfer_id`` is empty for events about peers."""
+    """Base of all events. ``transfer_id`` is empty for events about peers.
+
+    ``tag`` is what the user gave to ``hold``, ``pull``, ``push`` or ``accept``, untouched; it must
+    pickle if events cross processes.  ``owners`` are the requests that share the transfer, where
+    they were named: the event is for all of them.
+    """
 
     transfer_id: str = ""
+    tag: Any = None
+    owners: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -56,9 +64,10 @@ class Received(Event):
 
 @attrs.frozen(kw_only=True)
 class Sent(Event):
-    """Producer: every rank that had to acknowledge did; the blocks are yours again.
+    """Producer: every rank got the bytes that it needs; the blocks are yours again.
 
-    READ: all readers released. WRITE: all pushes landed and the seal was confirmed.
+    READ: all readers that had to acknowledge did, and none of them had failed. WRITE: everything
+    landed, and every consumer rank said that it received it.
     """
 
     nbytes: int = 0
@@ -71,7 +80,12 @@ class Declined(Event):
 
 @attrs.frozen(kw_only=True)
 class Failed(Event):
-    """It failed. Destination blocks may be reused only when ``drained``, now or by ``Drained``."""
+    """It failed. Destination blocks may be reused only when ``drained``, now or by ``Drained``.
+
+    Of a hold: every reader is finished, one of them without the bytes, and none has tried again
+    within ``AgentConfig.retry_window``. ``kind`` is what the reader said, ``drained`` is true, and
+    the blocks are yours again.
+    """
 
     role: Role
     kind: ErrorKind
@@ -94,7 +108,7 @@ class Expired(Event):
     """Producer: the lease and its margin ended before all ACKs came; the blocks are yours again."""
 
     missing: tuple[int, ...] = ()
-    """Ranks that had not acknowledged, where they are known."""
+    """Ranks that had not got the bytes, where they are known."""
 
 
 @attrs.frozen(kw_only=True)

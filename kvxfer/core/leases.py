@@ -9,11 +9,12 @@ has posted just before its own end.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
+from kvxfer.core.remembered import Remembered
 from kvxfer.core.timers import Timers
 from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError
 
@@ -33,8 +34,32 @@ class Hold:
     """The latest moment that some reader was promised."""
     closing: bool = False
     """Aborted: nobody is granted anything more."""
-    readers: set[Any] = attrs.field(factory=set)
-    """Who opened it and may have to be told that it is gone."""
+    reading: set[Any] = attrs.field(factory=set)
+    """Who opened it and has not said that it is finished: the blocks are not free before, and these
+    have to be told if it is gone."""
+    opened: dict[Any, int] = attrs.field(factory=dict)
+    """By reader that opened it: the number of its latest request."""
+    consumed: set[Any] = attrs.field(factory=set)
+    """Who opened it and got the bytes: nothing more is granted to it."""
+    closed: dict[Any, int] = attrs.field(factory=dict)
+    """By reader that finished: requests up to this number were sent before it did."""
+    shared: int = 0
+    """Which life of the keeper may grant it too; 0: none."""
+    promised: float = -math.inf
+    """A keeper that died may have promised it for so long, margin included."""
+    told: float = -math.inf
+    """Until when the keeper knows it to be held."""
+    asked: float = -math.inf
+    """The keeper was asked to let it go unless it has granted it beyond this."""
+    question: int = 0
+    """The number of that question; 0: none is open."""
+    settled: Any = None
+    """All that was expected has happened, but somebody is still reading: what to report then."""
+
+    @property
+    def readers(self) -> frozenset[Any]:
+        """Everybody who opened it."""
+        return frozenset(self.reading) | self.consumed | self.closed.keys()
 
 
 @attrs.frozen
@@ -48,19 +73,34 @@ class Refusal:
 class LeaseTable:
     """Holds by transfer id, bounded by ``capacity``; expiry costs nothing for those not due."""
 
-    def __init__(self, *, margin: float, capacity: int = 262144, remembered: int = 65536) -> None:
+    def __init__(
+        self,
+        *,
+        margin: float,
+        capacity: int = 262144,
+        remembered: int = 65536,
+        remembered_ttl: float = 300.0,
+    ) -> None:
         self.margin = margin
         self._capacity = capacity
         self._holds: dict[str, Hold] = {}
         self._timers: Timers[str] = Timers()
-        self._ended: OrderedDict[str, tuple[int, Refusal]] = OrderedDict()
-        self._remembered = remembered
+        self._ended: Remembered[str, tuple[int, Refusal]] = Remembered(
+            capacity=remembered, ttl=remembered_ttl
+        )
+        self._now = -math.inf
+        """The latest time we were told."""
 
     def __len__(self) -> int:
         return len(self._holds)
 
     def __contains__(self, transfer_id: object) -> bool:
         return transfer_id in self._holds
+
+    @property
+    def remembered(self) -> int:
+        """How many ended holds are remembered, to refuse references to them."""
+        return len(self._ended)
 
     def get(self, transfer_id: str) -> Hold | None:
         return self._holds.get(transfer_id)
@@ -88,6 +128,7 @@ class LeaseTable:
                 f"{self._capacity} transfers are held: the table is full",
                 next_step="raise the limit, or shorten the lease",
             )
+        self._now = now
         entry = Hold(
             transfer_id=transfer_id, epoch=epoch, lease=lease, ends_at=now + lease, content=content
         )
@@ -97,6 +138,7 @@ class LeaseTable:
 
     def open(self, transfer_id: str, *, epoch: int, now: float) -> Hold | Refusal | None:
         """Grant or renew. None: never heard of this id (the order to hold may still be coming)."""
+        self._now = now
         entry = self._holds.get(transfer_id)
         if entry is None:
             ended = self._ended.get(transfer_id)
@@ -127,22 +169,48 @@ class LeaseTable:
             entry.ends_at = max(entry.granted_until, min(entry.ends_at, now + lease))
             self._timers.set(transfer_id, entry.ends_at + self.margin)
 
+    def limit(self, transfer_id: str, *, now: float, lease: float) -> None:
+        """End in ``lease`` seconds unless somebody opens it again; not later than it would."""
+        entry = self._holds.get(transfer_id)
+        if entry is not None:
+            entry.ends_at = min(entry.ends_at, now + lease)
+            self._timers.set(transfer_id, entry.ends_at)
+
+    def granted(self, entry: Hold, until: float) -> bool:
+        """Somebody granted it for us until ``until``. True if it lasts longer by that."""
+        entry.granted_until = max(entry.granted_until, until)
+        if until <= entry.ends_at:
+            return False
+        entry.ends_at = until
+        self._timers.set(entry.transfer_id, until + self.margin)
+        return True
+
+    def rearm(self, entry: Hold, now: float) -> None:
+        """``expire`` was told to leave it: have it looked at again."""
+        held = self._holds.get(entry.transfer_id) is entry
+        if held and self._timers.due_at(entry.transfer_id) is None:
+            self._timers.set(entry.transfer_id, now)
+
     def end(self, transfer_id: str, why: Refusal) -> Hold | None:
         """End a hold now; later references get ``why``. None if it is not held."""
         entry = self._holds.pop(transfer_id, None)
         if entry is None:
             return None
         self._timers.cancel(transfer_id)
-        self._ended[transfer_id] = (entry.epoch, why)
-        self._ended.move_to_end(transfer_id)
-        if len(self._ended) > self._remembered:
-            self._ended.popitem(last=False)
+        self._ended.add(transfer_id, (entry.epoch, why), self._now)
         return entry
 
-    def expire(self, now: float) -> list[Hold]:
-        """Holds whose lease and margin have ended; each is ended by this."""
+    def expire(self, now: float, may: Callable[[Hold], bool] | None = None) -> list[Hold]:
+        """Holds whose lease and margin have ended; each is ended by this.
+
+        One that ``may`` not end yet is left alone until ``granted`` or ``rearm``.
+        """
         expired = []
+        self._now = now
+        self._ended.expire(now)
         for transfer_id in self._timers.pop_due(now):
+            if may is not None and not may(self._holds[transfer_id]):
+                continue
             entry = self.end(
                 transfer_id,
                 Refusal(ErrorKind.EXPIRED, f"the lease of {transfer_id!r} has ended"),
@@ -153,4 +221,5 @@ class LeaseTable:
 
     def next_at(self) -> float | None:
         """When ``expire`` has something next."""
-        return self._timers.next_at()
+        times = [at for at in (self._timers.next_at(), self._ended.next_at()) if at is not None]
+        return min(times) if times else None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import validators as v
 
 from kvxfer.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["Descriptor", "MemoryKind", "Region", "Span", "span_of", "storage_span"]
 
@@ -21,12 +24,20 @@ class MemoryKind(enum.Enum):
     VRAM = "vram"
 
 
+def _views(value: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(value)
+
+
 @attrs.frozen(kw_only=True)
 class Span:
     """A stretch of memory that somebody owns: not registered with anything yet.
 
     ``owner`` keeps the memory alive for as long as the span exists; it takes no part in
     comparisons.  ``device`` is the device ordinal for VRAM and -1 for DRAM.
+
+    ``views`` is a hint for engines whose calls count offsets from where a registration begins:
+    ``(offset, nbytes)`` of stretches that factored batches will address from a base of their own,
+    such as the layers that share one storage.  It takes no part in comparisons either.
     """
 
     address: int = attrs.field(validator=v.and_(v.instance_of(int), v.gt(0)))
@@ -34,6 +45,17 @@ class Span:
     kind: MemoryKind = attrs.field(default=MemoryKind.DRAM, validator=v.instance_of(MemoryKind))
     device: int = -1
     owner: object = attrs.field(default=None, eq=False, repr=False)
+    views: tuple[tuple[int, int], ...] = attrs.field(
+        default=(), converter=_views, eq=False, repr=False
+    )
+
+    @views.validator
+    def _lie_inside(self, _: object, views: tuple[tuple[int, int], ...]) -> None:
+        for offset, nbytes in views:
+            if offset < 0 or nbytes < 1 or offset > self.nbytes - nbytes:
+                raise InvalidInputError(
+                    f"views holds ({offset}, {nbytes}): it must lie within {self.nbytes} bytes"
+                )
 
     @property
     def end(self) -> int:

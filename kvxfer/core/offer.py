@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -19,16 +19,67 @@ __all__ = ["OFFER_VERSION", "Endpoint", "Offer"]
 OFFER_VERSION = 1
 
 
+def _bad(attribute: attrs.Attribute[Any], expected: str, value: object) -> InvalidInputError:
+    return InvalidInputError(f"{attribute.name} must be {expected}, not {value!r:.80}")
+
+
+def _text(low: int, high: int) -> Any:
+    def check(_: object, attribute: attrs.Attribute[str], value: object) -> None:
+        if not isinstance(value, str) or not low <= len(value) <= high or not _writable(value):
+            raise _bad(attribute, f"a text of {low} to {high} characters", value)
+
+    return check
+
+
+def _writable(text: str) -> bool:
+    """Whether UTF-8 can write it: a lone surrogate cannot travel."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _count(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise _bad(attribute, "an integer in 0..2**63-1", value)
+
+
+def _seconds(_: object, attribute: attrs.Attribute[float], value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1e9:  # type: ignore[operator]
+        raise _bad(attribute, "a number of seconds in 0..1e9", value)
+
+
+def _tuple_of(kind: type) -> Any:
+    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if type(value) is not tuple or not all(isinstance(x, kind) for x in value):
+            raise _bad(attribute, f"a tuple of {kind.__name__}", value)
+
+    return check
+
+
+def _sizes(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    fits = isinstance(value, Mapping) and all(
+        isinstance(name, str) and type(size) is int for name, size in value.items()
+    )
+    if not fits:
+        raise _bad(attribute, "a mapping of names to integers", value)
+
+
 @attrs.frozen(kw_only=True)
 class Endpoint:
     """One worker that can be dialled: its control address, its incarnation and its rank.
 
-    ``rank`` is the worker's place in its instance, ``pp_rank * tp_size + tp_rank``.
+    ``rank`` is the worker's place in its instance, ``pp_rank * tp_size + tp_rank``.  ``ticket`` is
+    there in offers, where keys are on: it lets whoever has it open and release that hold.
     """
 
-    address: str
-    incarnation: str
-    rank: int = 0
+    address: str = attrs.field(validator=_text(1, 512))
+    incarnation: str = attrs.field(validator=_text(0, 64))
+    """Empty: whoever answers there."""
+    rank: int = attrs.field(default=0, validator=_count)
+    ticket: str = attrs.field(default="", repr=False, validator=_text(0, 64))
 
 
 @attrs.frozen(kw_only=True)
@@ -47,17 +98,17 @@ class Offer:
         fingerprint: of model, dtype and KV quantisation; must equal the reader's.
     """
 
-    transfer_id: str
-    epoch: int
-    endpoints: tuple[Endpoint, ...]
-    sizes: Mapping[str, int]
-    lease: float
-    groups: tuple[Blocks, ...]
-    fingerprint: str
+    transfer_id: str = attrs.field(validator=_text(1, 512))
+    epoch: int = attrs.field(validator=_count)
+    endpoints: tuple[Endpoint, ...] = attrs.field(validator=_tuple_of(Endpoint))
+    sizes: Mapping[str, int] = attrs.field(validator=_sizes)
+    lease: float = attrs.field(validator=_seconds)
+    groups: tuple[Blocks, ...] = attrs.field(validator=_tuple_of(Blocks))
+    fingerprint: str = attrs.field(validator=_text(0, 512))
 
     def ref(self, endpoint: Endpoint) -> Ref:
         """How this hold is named towards one of its workers."""
-        return Ref(self.transfer_id, endpoint.incarnation, self.epoch)
+        return Ref(self.transfer_id, endpoint.incarnation, self.epoch, endpoint.ticket)
 
     def to_dict(self) -> dict[str, Any]:
         """Builtins only: what a router may carry as JSON."""
@@ -67,6 +118,7 @@ class Offer:
             "epoch": self.epoch,
             "endpoints": [
                 {"address": e.address, "incarnation": e.incarnation, "rank": e.rank}
+                | ({"ticket": e.ticket} if e.ticket else {})
                 for e in self.endpoints
             ],
             "sizes": dict(self.sizes),
@@ -84,7 +136,7 @@ class Offer:
         """
         try:
             raw = msgspec.convert(data, _OfferWire)
-        except msgspec.ValidationError as error:
+        except _UNREADABLE as error:
             raise InvalidInputError(
                 f"not an offer: {error}", next_step="pass Offer.to_dict() through unchanged"
             ) from None
@@ -97,7 +149,7 @@ class Offer:
             transfer_id=raw.transfer_id,
             epoch=raw.epoch,
             endpoints=tuple(
-                Endpoint(address=e.address, incarnation=e.incarnation, rank=e.rank)
+                Endpoint(address=e.address, incarnation=e.incarnation, rank=e.rank, ticket=e.ticket)
                 for e in raw.endpoints
             ),
             sizes=dict(raw.sizes),
@@ -114,15 +166,21 @@ class Offer:
         """Inverse of ``to_json``. Raises ``InvalidInputError`` as ``from_dict`` does."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"not an offer: {error}") from None
         return cls.from_dict(data)
+
+
+_UNREADABLE = (msgspec.ValidationError, LookupError, TypeError, ValueError, RecursionError)
+"""What msgspec raises on data that is not what it should be: arrays and other objects with an
+``__getitem__`` of their own bring their own errors."""
 
 
 class _EndpointWire(msgspec.Struct):
     address: Name
     incarnation: Token
     rank: Count
+    ticket: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class _GroupWire(msgspec.Struct):

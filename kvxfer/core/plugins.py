@@ -21,7 +21,7 @@ import enum
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -66,6 +66,7 @@ OWN_ENTRY_POINTS = """
 loopback = kvxfer.backends.loopback:LoopbackTransport
 shm = kvxfer.backends.shm:ShmTransport
 moriio = kvxfer.backends.moriio:MoriioTransport
+mooncake = kvxfer.backends.mooncake:MooncakeTransport
 nixl = kvxfer.backends.nixl:NixlTransport
 
 [kvxfer.classifiers]
@@ -373,17 +374,40 @@ def load_backend(name: str) -> type[Transport]:
     return cast("type[Transport]", load_plugin(PluginGroup.BACKENDS, name))
 
 
-def create_transport(name: str, **options: Any) -> Transport:
-    """A new transport of the backend ``name``, called with ``options``.
+def create_transport(name: str, config: Any = None, **options: Any) -> Transport:
+    """A new transport of the backend ``name``, called with ``config`` and ``options``.
+
+    Args:
+        name: the backend.
+        config: its configuration object, or a mapping of JSON values. Of a mapping the backend's
+            ``config_type`` makes the object; a backend without one takes it as further options.
+        options: keyword arguments of the backend.
 
     Raises:
         PluginError: the backend cannot be loaded.
-        ConfigError: it does not take these options. What the backend itself raises goes through.
+        ConfigError: it does not take these options; a mapping's unknown key comes with the nearest
+            one there is. What the backend itself raises goes through.
     """
     backend = load_backend(name)
     signature = inspect.signature(backend)
+    if isinstance(config, Mapping):
+        if backend.config_type is not None:
+            options["config"] = backend.config_type.from_options(config)
+        else:
+            options = _merged(name, config, options)
+    elif config is not None:
+        options["config"] = config
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(f"backend {name!r}: {error}", next_step=f"it takes {signature}") from None
     return backend(**options)
+
+
+def _merged(name: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    twice = sorted(config.keys() & options.keys())
+    if twice:
+        raise ConfigError(
+            f"backend {name!r}: {', '.join(map(repr, twice))} given twice, in config and by keyword"
+        )
+    return {**config, **options}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 
 import attrs
 
+from kvxfer.core.remembered import Remembered
 from kvxfer.core.timers import Timers
 
 __all__ = ["Inbox", "Outbox"]
@@ -80,6 +81,14 @@ class Outbox:
         self.resent += len(frames)
         return frames
 
+    def frames(self) -> list[bytes]:
+        """Every pending frame, oldest first."""
+        return [entry.frame for entry in self._pending.values()]
+
+    def drop(self, mids: Iterable[int]) -> int:
+        """Give these up: nobody is there to confirm them. Returns how many were pending."""
+        return sum(self.confirm(mid) for mid in mids)
+
     def next_at(self) -> float | None:
         """When ``due`` has something next."""
         return self._timers.next_at()
@@ -88,15 +97,15 @@ class Outbox:
 class Inbox:
     """Which confirmed messages have been seen: twice equals once.
 
-    Bounded: the oldest of ``capacity`` (sender, mid) pairs is forgotten first.  A repeat older
-    than that is processed again, which every handler tolerates.
+    Bounded: the oldest of ``capacity`` (sender, mid) pairs is forgotten first, and each ``ttl``
+    seconds after it came.  A repeat older than that is processed again, which every handler
+    tolerates.
     """
 
-    __slots__ = ("_capacity", "_seen", "duplicates")
+    __slots__ = ("_seen", "duplicates")
 
-    def __init__(self, capacity: int = 65536) -> None:
-        self._capacity = capacity
-        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+    def __init__(self, capacity: int = 65536, ttl: float = 300.0) -> None:
+        self._seen: Remembered[tuple[str, int], None] = Remembered(capacity=capacity, ttl=ttl)
         self.duplicates = 0
 
     def __len__(self) -> int:
@@ -104,16 +113,35 @@ class Inbox:
 
     def seen(self, sender: str, mid: int) -> bool:
         """Whether this message was remembered before."""
-        if (sender, mid) in self._seen:
+        if (sender, mid) in self._seen.entries:
             self.duplicates += 1
             return True
         return False
 
-    def first_time(self, sender: str, mid: int) -> bool:
+    def first_time(self, sender: str, mid: int, now: float = 0.0) -> bool:
         """Whether this message is new; remembers it."""
         if self.seen(sender, mid):
             return False
-        self._seen[sender, mid] = None
-        if len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
+        self.remember(sender, mid, now)
         return True
+
+    def remember(self, sender: str, mid: int, now: float) -> None:
+        """It was handled."""
+        self._seen.add((sender, mid), None, now)
+
+    def recent(self, limit: int) -> dict[str, list[int]]:
+        """By sender: the ids of the last messages seen from it, at most ``limit`` each."""
+        found: dict[str, list[int]] = {}
+        for sender, mid in reversed(self._seen):
+            mids = found.setdefault(sender, [])
+            if len(mids) < limit:
+                mids.append(mid)
+        return found
+
+    def expire(self, now: float) -> None:
+        """Forget what is older than the time to live."""
+        self._seen.expire(now)
+
+    def next_at(self) -> float | None:
+        """When ``expire`` has something next."""
+        return self._seen.next_at()

@@ -13,10 +13,12 @@ else is called from one thread, the agent's progress thread, and must not wait.
 from __future__ import annotations
 
 import collections
+import itertools
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar, final
+from operator import add
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 import attrs
 import numpy as np
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
 
 T = TypeVar("T")
+
+_FEW = 64
+"""Up to so many pieces are checked as lists, which is quicker than with numpy."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,7 +82,9 @@ class Peer:
         self.transport = transport
         self.info = info
         self.closed = False
-        self.paths: set[Path] = set()
+        self.paths: dict[Path, None] = {}  # sets in the order of time: replays are exact
+        self.queue = f"{info.transport}:{info.incarnation}/{next(transport._connections)}"
+        """The name of the queue that posts to this peer go through, unless its paths say better."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.info.transport}:{self.info.incarnation}{' closed' * self.closed}>"
@@ -88,34 +95,42 @@ class Path:
 
     ``batch.pair`` indexes ``pairs``.  ``close`` frees what the engine holds for it; posting on a
     closed path raises ``StaleError``.
+
+    ``queues`` names, for each pair, the queue whose room its pieces take (``Capabilities.credits``
+    is the room of one).  Equal names are one queue, also between paths, peers and connections; so a
+    queue that was made anew needs a new name.  By default each connection has one.
     """
 
     def __init__(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> None:
         self.peer = peer
         self.pairs = tuple(pairs)
         self.closed = False
-        self.undrained: set[Attempt] = set()
+        self.undrained: dict[Attempt, None] = {}
+        self.queues: tuple[str, ...] = (peer.queue,) * len(self.pairs)
         self.kinds = [(r.span.kind, d.kind) for r, d in self.pairs]
+        self._nbytes = [(r.nbytes, d.nbytes) for r, d in self.pairs]
+        self.works_for: dict[Op, bool] = {}
+        """Whether an op works between the memory kinds of every pair, once it was looked up."""
         self.local_nbytes = np.array([r.nbytes for r, _ in self.pairs], dtype=np.int64)
         self.remote_nbytes = np.array([d.nbytes for _, d in self.pairs], dtype=np.int64)
-        peer.paths.add(self)
+        peer.paths[self] = None
 
     def settled(self, attempt: Attempt) -> None:
         """Called by an attempt once it is drained."""
-        self.undrained.discard(attempt)
+        self.undrained.pop(attempt, None)
         self._forget_if_over()
 
     def close(self) -> None:
         """Idempotent. Attempts in flight go on."""
         if not self.closed:
             self.closed = True
-            self.peer.paths.discard(self)
+            self.peer.paths.pop(self, None)
             self.peer.transport._close_path(self)
             self._forget_if_over()
 
     def _forget_if_over(self) -> None:
         if self.closed and not self.undrained:
-            self.peer.transport._paths.discard(self)
+            self.peer.transport._paths.pop(self, None)
 
     def check(self, batch: Batch) -> None:
         """Refuse pieces that leave their regions.
@@ -123,27 +138,34 @@ class Path:
         Raises:
             InvalidInputError: names the first such piece, its range and the region's size.
         """
-        if not len(batch):
+        if not len(batch) or self._holds_all(batch):
             return
-        if int(batch.pair.max()) >= len(self.pairs):
-            i = int(batch.pair.argmax())
-            raise InvalidInputError(
-                f"pair[{i}] is {int(batch.pair[i])}, but the path has {len(self.pairs)} pairs"
-            )
-        for side, offset, nbytes in (
-            ("local", batch.local, self.local_nbytes),
-            ("remote", batch.remote, self.remote_nbytes),
-        ):
-            limit = nbytes[batch.pair]
-            # offset <= limit - size cannot overflow, offset + size could.
-            bad = offset > limit - batch.size
-            if bad.any():
-                i = int(bad.argmax())
+        top, i = batch.top_pair()
+        if top >= len(self.pairs):
+            raise InvalidInputError(f"pair[{i}] is {top}, but the path has {len(self.pairs)} pairs")
+        for side, nbytes in (("local", self.local_nbytes), ("remote", self.remote_nbytes)):
+            beyond = batch.first_beyond(side, nbytes)
+            if beyond is not None:
+                pair, local, remote, size = batch.piece(beyond)
+                offset = local if side == "local" else remote
                 raise InvalidInputError(
-                    f"piece {i} ends at {side} byte {int(offset[i]) + int(batch.size[i])}, but the "
-                    f"{side} region of pair {int(batch.pair[i])} has {int(limit[i])} bytes",
+                    f"piece {beyond} ends at {side} byte {offset + size}, but the "
+                    f"{side} region of pair {pair} has {int(nbytes[pair])} bytes",
                     next_step="check the block ids and the layout of that side",
                 )
+
+    def _holds_all(self, batch: Batch) -> bool:
+        """Whether few pieces of one pair lie in its regions: a quick look for the usual case."""
+        count = len(batch)
+        if count > _FEW or batch.members is not None:
+            return False
+        pair, local, remote, size = batch.lists()
+        first = pair[0]
+        if first >= len(self._nbytes) or pair.count(first) != count:
+            return False
+        here, there = self._nbytes[first]
+        ends: tuple[int, int] = max(map(add, local, size)), max(map(add, remote, size))
+        return ends[0] <= here and ends[1] <= there
 
 
 class _UntilClosed(Pollable[T]):
@@ -177,14 +199,21 @@ class Transport(ABC):
     name: ClassVar[str]
     must_be_polled: ClassVar[bool] = True
     """False where every change calls the ``on_change`` waker, so that nobody has to look."""
+    config_type: ClassVar[Any] = None
+    """The class of the constructor's ``config``, if its classmethod ``from_options`` makes one of a
+    mapping of JSON values: ``create_transport`` then takes such a mapping."""
 
     def __init__(self, *, incarnation: str | None = None) -> None:
         self.incarnation = incarnation or secrets.token_hex(8)
         self.closed = False
+        self.revision = 0
+        """Rises when ``local_info`` or descriptors change: peers have to be told then."""
         self._changed: collections.deque[Attempt] = collections.deque()
+        self._lost: collections.deque[Peer] = collections.deque()
         self._waker: Callable[[], None] | None = None
-        self._paths: set[Path] = set()
+        self._paths: dict[Path, None] = {}
         self._registered: set[Region] = set()
+        self._connections = itertools.count(1)
 
     # ---- what a backend author writes -----------------------------------------------------
 
@@ -239,6 +268,10 @@ class Transport(ABC):
     def cancel(self, attempt: Attempt) -> None:
         """Behind ``Attempt.request_cancel``. Default: the engine cannot cancel; ignored."""
 
+    def descriptor(self, region: Region) -> Descriptor:
+        """How peers address ``region`` now. Default: the same for the life of the region."""
+        return region.descriptor
+
     # ---- what a backend calls --------------------------------------------------------------
 
     def _report(self, attempt: Attempt) -> None:
@@ -247,7 +280,25 @@ class Transport(ABC):
         if self._waker is not None:
             self._waker()
 
+    def _report_lost(self, peer: Peer) -> None:
+        """Tell that ``peer`` has ended, its process or its transport. Callable from any thread.
+
+        Only on proof: what ended touches no memory any more, and never comes back.  A connection
+        that merely broke is no proof.
+        """
+        self._lost.append(peer)
+        if self._waker is not None:
+            self._waker()
+
     # ---- what the agent calls --------------------------------------------------------------
+
+    def lost_peers(self) -> list[Peer]:
+        """Peers that ended since the last call, as far as this engine can prove it.
+
+        An engine that cannot tell returns nothing: then the control channel and the deadlines have
+        to notice.
+        """
+        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     def on_change(self, waker: Callable[[], None] | None) -> None:
         """Have ``waker`` called, from any thread, whenever ``progress`` has news.
@@ -377,14 +428,14 @@ class Transport(ABC):
             attempt.complete(by="nothing to do")
             self._report(attempt)
             return attempt
-        self._paths.add(path)
-        path.undrained.add(attempt)
+        self._paths[path] = None
+        path.undrained[attempt] = None
         try:
             for p in batch.used_pairs:
                 self._require_registered(path.pairs[p][0])
             self._post(attempt)
         except BaseException:
-            path.undrained.discard(attempt)
+            path.undrained.pop(attempt, None)
             raise
         if self.closed or path.peer.closed:
             # ``disconnect`` or ``close`` ran while the engine took it, and may have missed it.
@@ -400,6 +451,8 @@ class Transport(ABC):
         if not self.closed:
             self._advance(budget)
         changed = self._changed
+        if not changed:
+            return []
         return [changed.popleft() for _ in range(min(budget, len(changed)))]
 
     @final
@@ -416,7 +469,7 @@ class Transport(ABC):
         if not peer.closed:
             peer.closed = True
             # A path that was closed earlier may still have attempts in flight.
-            for path in {*peer.paths, *self._paths_of(peer)}:
+            for path in dict.fromkeys([*peer.paths, *self._paths_of(peer)]):
                 self._fail_pending(path, "the connection was closed")
                 path.close()
         return self._until_fenced(peer, self._disconnect)
@@ -487,8 +540,11 @@ class Transport(ABC):
                 f"takes ({caps.max_pieces} pieces, {caps.max_nbytes} bytes)",
                 next_step="cut the batch",
             )
-        kinds = {path.kinds[p] for p in batch.used_pairs}
-        for local, remote in kinds:
+        if op not in path.works_for:
+            path.works_for[op] = all(caps.supports(op, a, b) for a, b in set(path.kinds))
+        if path.works_for[op]:
+            return
+        for local, remote in {path.kinds[p] for p in batch.used_pairs}:
             if not caps.supports(op, local, remote):
                 raise InvalidInputError(
                     f"{self.name} cannot {op.value} between local {local.value} and remote "

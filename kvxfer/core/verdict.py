@@ -24,7 +24,7 @@ class Action(enum.Enum):
     REPOST = "repost"
     """Post the same pieces again on the same path, after the policy's wait."""
     SPLIT = "split"
-    """Post the pieces again in smaller batches."""
+    """Post the pieces again in smaller batches: of the size the engine named, else in halves."""
     WAIT = "wait"
     """The attempt is still in progress; do nothing yet."""
     REBUILD = "rebuild"
@@ -72,6 +72,10 @@ class Verdict:
     drained: bool
     """The error itself proves that nothing of the attempt can land any more."""
     rule: str
+    most_pieces: int | None = None
+    """With SPLIT: the most pieces that the engine says one call may have."""
+    most_nbytes: int | None = None
+    """With SPLIT: the most bytes that the engine says one call, or one merged piece, may have."""
 
 
 @attrs.frozen(kw_only=True)

@@ -4,28 +4,40 @@ A frame is ``b"KVX"``, one byte of wire version, then one msgpack-encoded ``Enve
 raises ``WireError`` for anything else; the caller counts and drops it.  Unknown fields are skipped,
 so that a newer revision can add some.
 
+Versions: ``Hello``, ``HelloRefused`` and ``Who`` always travel as version 1, so that any two
+releases can at least tell each other why they do not get along.  A hello names the range its sender
+speaks; everything else goes to a peer in the highest version that both ranges hold
+(``common_version``).  Version 2 adds ``Sealed``, ``Beat`` and what ``Hello``, ``Release`` and
+``Bye`` say beyond version 1.  A message type is never sent in a version older than its own.
+
 Lists of block ids travel as packed little-endian bytes (``pack_ids``).  Durations travel, never
 time stamps: the two sides' clocks are not compared.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from kvxfer.core.batch import Int64Array
 from kvxfer.errors import WireError
+
+if TYPE_CHECKING:  # a keeper loads this module, and numpy would be most of it
+    from kvxfer.core.batch import Int64Array
 
 __all__ = [
     "MAX_FRAME_NBYTES",
+    "MAX_LAST_WORDS",
+    "MAX_OPAQUE_NBYTES",
     "MAX_PAYLOAD_NBYTES",
+    "MESSAGES",
+    "WIRE_HANDSHAKE",
     "WIRE_MAX",
     "WIRE_MIN",
     "Accept",
     "Ask",
+    "Beat",
     "BlocksWire",
     "Bye",
     "Cancel",
@@ -38,6 +50,7 @@ __all__ = [
     "Granted",
     "Hello",
     "HelloRefused",
+    "KeeperWire",
     "LayerWire",
     "Message",
     "Open",
@@ -46,22 +59,31 @@ __all__ = [
     "Refused",
     "Release",
     "Seal",
+    "Sealed",
     "TransportWire",
     "Who",
+    "common_version",
     "decode",
     "encode",
     "pack_ids",
+    "unknown_type",
     "unpack_ids",
 ]
 
 WIRE_MIN = 1
 """Oldest wire version this code speaks."""
-WIRE_MAX = 1
+WIRE_MAX = 2
 """Newest wire version this code speaks."""
+WIRE_HANDSHAKE = 1
+"""The version in which hellos travel, for ever."""
 MAX_FRAME_NBYTES = 8 << 20
 """Frames above this are refused. A hello of 1,000 layers has 0.5 MiB, a million block ids 4 MiB."""
 MAX_PAYLOAD_NBYTES = 64 << 10
 """What ``seal`` may carry: a first token and its log-probabilities."""
+MAX_OPAQUE_NBYTES = 1 << 20
+"""What a backend may say of itself or of a region."""
+MAX_LAST_WORDS = 1024
+"""How many unconfirmed messages, and how many confirmations, a good-bye carries at most."""
 
 _MAGIC = b"KVX"
 
@@ -71,7 +93,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Small = Annotated[int, Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Opaque = Annotated[bytes, Meta(max_length=1 << 20)]
+Opaque = Annotated[bytes, Meta(max_length=MAX_OPAQUE_NBYTES)]
 Packed = Annotated[bytes, Meta(max_length=8 << 20)]
 RanksWire = Annotated[dict[Token, Small], Meta(max_length=32)]
 
@@ -114,12 +136,14 @@ class BlocksWire(msgspec.Struct, frozen=True):
     positions: Packed | None = None
 
 
-class Ref(msgspec.Struct, frozen=True):
+class Ref(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names one hold or one accept for ever: transfer id, the keeper's incarnation, its epoch."""
 
     transfer: Name
     keeper: Token
     epoch: Count
+    ticket: Annotated[str, Meta(max_length=64)] = ""
+    """Out of the offer: shows that whoever names the hold was handed it. Empty without keys."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -132,6 +156,16 @@ class Refused(msgspec.Struct, frozen=True):
     ref: Ref
     kind: Token
     message: Text
+
+
+class KeeperWire(msgspec.Struct, frozen=True):
+    """The process that answers while its agent cannot; ``address`` is empty while there is none.
+
+    ``generation`` rises with every change, so that an older hello is known by it.
+    """
+
+    address: Annotated[str, Meta(max_length=512)]
+    generation: Count
 
 
 # ---- messages ---------------------------------------------------------------------------------
@@ -152,6 +186,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     fingerprint: Annotated[str, Meta(max_length=512)]
     transports: Annotated[list[TransportWire], Meta(max_length=16)]
     layers: Annotated[list[LayerWire], Meta(max_length=65536)]
+    keeper: KeeperWire | None = None
+    """Where the sender's keeper is reached. Missing only from a sender that speaks version 1 only:
+    who speaks version 2 must say it, also that there is none."""
 
 
 class HelloRefused(msgspec.Struct, frozen=True, tag="hello_refused"):
@@ -180,12 +217,20 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     refused: Annotated[list[Refused], Meta(max_length=65536)]
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """READ: this rank is finished with a hold; ``ok`` tells whether it got the bytes. Confirmed."""
+class Release(msgspec.Struct, frozen=True, tag="release", omit_defaults=True):
+    """READ: this rank is finished with a hold; ``ok`` tells whether it got the bytes. Confirmed.
+
+    Version 2 says more where it did not get them: why, and whether it gave up for good (``final``).
+    """
 
     ref: Ref
     ranks: RanksWire
     ok: bool
+    kind: Annotated[str, Meta(max_length=64)] = ""
+    message: Text = ""
+    final: bool = False
+    seq: Count = 0
+    """Every ``Open`` with a lower number was sent before this."""
 
 
 class Decline(msgspec.Struct, frozen=True, tag="decline"):
@@ -218,12 +263,27 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal"):
-    """WRITE: everything of this producer rank has landed. Confirmed."""
+    """WRITE: everything of this producer rank has landed. Confirmed.
+
+    From version 2 on the confirmation says only that it arrived; ``Sealed`` says what became of it.
+    """
 
     ref: Ref
     ranks: RanksWire
     nbytes: Count
     payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_NBYTES)]
+
+
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """WRITE: what became of a sealed transfer at the consumer rank. Confirmed. Since version 2.
+
+    ``ok``: it was received. Otherwise the consumer gave up, and ``kind`` and ``message`` say why.
+    """
+
+    ref: Ref
+    ok: bool
+    kind: Annotated[str, Meta(max_length=64)] = ""
+    message: Text = ""
 
 
 class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
@@ -247,8 +307,21 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     message: Text
 
 
-class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The sender closes in good order."""
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Between keepers: a sign of life; one that is no ``answer`` asks for one. Since version 2."""
+
+    answer: bool
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye", omit_defaults=True):
+    """The sender closes in good order.
+
+    Since version 2 it carries what it might overtake: ``confirmed``, the receiver's messages that
+    the sender has seen lately, and ``last``, the frames that the receiver has not confirmed.
+    """
+
+    confirmed: Annotated[list[Count], Meta(max_length=MAX_LAST_WORDS)] = []
+    last: Annotated[list[Opaque], Meta(max_length=MAX_LAST_WORDS)] = []
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
@@ -269,11 +342,17 @@ Message = (
     | Ask
     | Accept
     | Seal
+    | Sealed
     | PushFailed
     | Cancel
+    | Beat
     | Bye
     | Confirm
 )
+
+
+MESSAGES: tuple[type, ...] = Message.__args__
+"""All types of messages."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -286,15 +365,32 @@ class Envelope(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_HANDSHAKE = (Hello, HelloRefused, Who)
+_SINCE: dict[type, int] = {Sealed: 2, Beat: 2}
+"""The version that brought a message type; 1 for all others."""
 
 
-def encode(sender: str, body: Message, mid: int = 0) -> bytes:
-    """One frame."""
-    return _MAGIC + bytes((WIRE_MAX,)) + _encoder.encode(Envelope(sender, mid, body))
+def common_version(ours: tuple[int, int], theirs: tuple[int, int]) -> int | None:
+    """The highest version within both ranges (oldest, newest), or None if they do not meet."""
+    version = min(ours[1], theirs[1])
+    return version if version >= max(ours[0], theirs[0]) else None
 
 
-def decode(frame: bytes) -> Envelope:
-    """The envelope in ``frame``.
+def encode(sender: str, body: Message, mid: int = 0, *, version: int = WIRE_MAX) -> bytes:
+    """One frame in ``version``; hellos and their like always go in the handshake's version.
+
+    Raises:
+        WireError: the message type is newer than ``version``.
+    """
+    if isinstance(body, _HANDSHAKE):
+        version = WIRE_HANDSHAKE
+    elif version < _SINCE.get(type(body), WIRE_MIN):
+        raise WireError(f"{type(body).__name__} needs wire version {_SINCE[type(body)]}")
+    return _MAGIC + bytes((version,)) + _encoder.encode(Envelope(sender, mid, body))
+
+
+def decode(frame: bytes, versions: tuple[int, int] = (WIRE_MIN, WIRE_MAX)) -> Envelope:
+    """The envelope in ``frame``, which must be of one of ``versions`` (oldest, newest).
 
     Raises:
         WireError: too large, not ours, of an unknown version or type, or with a field that is
@@ -304,12 +400,43 @@ def decode(frame: bytes) -> Envelope:
         raise WireError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_NBYTES}")
     if frame[:3] != _MAGIC or len(frame) < 5:
         raise WireError(f"frame of {len(frame)} bytes is no kvxfer message")
-    if not WIRE_MIN <= frame[3] <= WIRE_MAX:
-        raise WireError(f"wire version {frame[3]} is not within {WIRE_MIN} to {WIRE_MAX}")
+    version = frame[3]
+    spoken = versions[0] <= version <= versions[1]
+    if not spoken and version != WIRE_HANDSHAKE:
+        raise WireError(f"wire version {version} is not within {versions[0]} to {versions[1]}")
     try:
-        return _decoder.decode(memoryview(frame)[4:])
+        # Copying a small frame is cheaper than a view of it.
+        envelope = _decoder.decode(frame[4:] if len(frame) < 4096 else memoryview(frame)[4:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed message: {error}") from None
+    if not spoken and not isinstance(envelope.body, _HANDSHAKE):
+        raise WireError(f"wire version {version} is not within {versions[0]} to {versions[1]}")
+    if version < _SINCE.get(type(envelope.body), WIRE_MIN):
+        raise WireError(f"{type(envelope.body).__name__} came in wire version {version}")
+    return envelope
+
+
+class _Tag(msgspec.Struct):
+    type: str
+
+
+class _Tagged(msgspec.Struct):
+    body: _Tag
+
+
+_tags = msgspec.msgpack.Decoder(_Tagged)
+_KNOWN_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in Message.__args__)
+
+
+def unknown_type(frame: bytes) -> str | None:
+    """The type of a frame that ``decode`` refused, if it is one we do not know: a newer peer's."""
+    if frame[:3] != _MAGIC or len(frame) > MAX_FRAME_NBYTES:
+        return None
+    try:
+        tag = _tags.decode(memoryview(frame)[4:]).body.type
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if tag in _KNOWN_TAGS else tag[:64]
 
 
 def pack_ids(ids: Int64Array) -> bytes:
@@ -331,4 +458,6 @@ def unpack_ids(packed: bytes) -> Int64Array:
     width = packed[0] if packed else 0
     if width not in (4, 8) or (len(packed) - 1) % width:
         raise WireError(f"packed ids: {len(packed)} bytes of width {width}")
+    import numpy as np
+
     return np.frombuffer(packed, "<u4" if width == 4 else "<i8", offset=1).astype(np.int64)

@@ -315,6 +315,13 @@ class ClassifierRegistry:
             verdict = _UNKNOWN
             if matching:
                 verdict = matching[0].verdict(op, atomic_refusal=atomic_refusal)
+                if matching[0].asks_for_sizes:
+                    sizes = matching[0].sizes(self._normalised(self._state, error))
+                    verdict = attrs.evolve(
+                        verdict,
+                        most_pieces=sizes.get("most_pieces"),
+                        most_nbytes=sizes.get("most_nbytes"),
+                    )
             if len(error.message) <= _CACHED_LENGTH:
                 if len(cache) >= _CACHE_LIMIT:
                     cache.clear()

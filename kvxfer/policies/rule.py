@@ -76,7 +76,8 @@ class Rule:
         backend: ``EngineError.backend``, or ``ANY``.
         code: the engine's numeric code.
         pattern: a text that the message begins with, or a compiled expression that matches at its
-            beginning. The message is the normalised one (``RuleTable.normalise``).
+            beginning. The message is the normalised one (``RuleTable.normalise``). The groups
+            ``most_pieces`` and ``most_nbytes`` of an expression, numbers, go into the verdict.
         exception: a class name, bare or with its module; base classes count, the nearest wins.
         ops: the directions it is for; None for both. An error of unknown direction matches only
             rules for both.
@@ -163,6 +164,20 @@ class Rule:
             drained=self.drained.drains(op, atomic_refusal=atomic_refusal),
             rule=self.name,
         )
+
+    @property
+    def asks_for_sizes(self) -> bool:
+        return isinstance(self.pattern, re.Pattern) and bool(self.pattern.groupindex)
+
+    def sizes(self, message: str) -> dict[str, int]:
+        """``most_pieces`` and ``most_nbytes``, as far as the message names them."""
+        if not isinstance(self.pattern, re.Pattern):
+            return {}
+        match = self.pattern.match(message)
+        found = match.groupdict() if match is not None else {}
+        sizes = {name: found.get(name) or "" for name in ("most_pieces", "most_nbytes")}
+        # 0 is no size that anything could be cut to; the text is the engine's, not ours.
+        return {n: int(s) for n, s in sizes.items() if s.isdecimal() and len(s) < 19 and int(s)}
 
 
 @attrs.frozen(kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -83,6 +84,7 @@ class FaultyTransport(Transport):
         self._again: list[Attempt] = []
         self._gone: dict[str, EngineError] = {}
         self._dropping: list[_FaultyPeer] = []
+        self._peers: weakref.WeakKeyDictionary[Peer, _FaultyPeer] = weakref.WeakKeyDictionary()
 
     # ---- what tests ask --------------------------------------------------------------------
 
@@ -123,6 +125,14 @@ class FaultyTransport(Transport):
     def _deregister(self, region: Region) -> None:
         self.inner.deregister(region)
 
+    def lost_peers(self) -> list[Peer]:
+        lost = super().lost_peers()
+        for inner in self.inner.lost_peers():
+            outer = self._peers.get(inner)
+            if outer is not None:
+                lost.append(outer)
+        return lost
+
     # ---- peers and paths -------------------------------------------------------------------
 
     def _connect(self, info: PeerInfo) -> Pollable[Peer]:
@@ -133,7 +143,8 @@ class FaultyTransport(Transport):
             return Ready(error=fault.exception(self.name, HandshakeError))
 
         def wrap(peer: Peer) -> Peer:
-            return _FaultyPeer(self, info, peer)
+            outer = self._peers[peer] = _FaultyPeer(self, info, peer)
+            return outer
 
         return Mapped(self.inner.connect(info), wrap, self._hold(fault))
 
@@ -404,6 +415,7 @@ class _FaultyPath(Path):
     def __init__(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]], inner: Path) -> None:
         super().__init__(peer, pairs)
         self.inner = inner
+        self.queues = inner.queues
 
 
 def _impossible(fault: Fault, backend: str) -> Fence:

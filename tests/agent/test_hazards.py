@@ -285,7 +285,7 @@ def test_many_hellos_make_no_more_links_than_connections(rig: Rig) -> None:
     rng = random.Random(1)
     for _ in range(300):
         frame = wire.encode(f"{rng.getrandbits(60):x}", hello)
-        p.agent._channel.inbox.append(Inbound(("tcp://10.9.9.9:1", 0, "x"), frame))  # type: ignore[attr-defined]
+        p.agent._channel.inbox.append(Inbound(("tcp://10.9.9.9:1", 0, 0, "x"), frame))  # type: ignore[attr-defined]
     rig.pass_time(1)
     assert len(p.agent._engine.links) <= 1
 

@@ -68,9 +68,11 @@ def test_every_message_survives_the_wire() -> None:
         wire.Ask("t"),
         wire.Accept(REF, [ids], 1.0),
         wire.Seal(REF, ranks, 5, b"p"),
+        wire.Sealed(REF, False, "timeout", "late"),
         wire.PushFailed(REF, "timeout", "", True, True),
         wire.Cancel(REF, "aborted", ""),
-        wire.Bye(),
+        wire.Beat(True),
+        wire.Bye([1, 2], [b"frame"]),
         wire.Confirm([1, 2]),
     ]
     assert {type(b) for b in bodies} == set(wire.Message.__args__)  # type: ignore[attr-defined]

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.backends._machine import has_rdma_device
 from kvxfer.backends.nixl.binding import describe
-from kvxfer.backends.nixl.config import NixlConfig, apply_environment, has_rdma_device
+from kvxfer.backends.nixl.config import NixlConfig, apply_environment
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
-from kvxfer.backends.nixl.pieces import MAX_PHASES, Grid, Side, rows_of
+from kvxfer.backends.nixl.pieces import MAX_PHASES, Grid, Places, Side, rows_of, unit_of
 from kvxfer.errors import ConfigError, WireError
 
 
@@ -56,6 +57,50 @@ def test_an_index_names_exactly_its_piece(size, regions, data):
     for address, length, device in listed:
         assert 1000 * (device + 1) <= address
         assert address + length <= 1000 * (device + 1) + regions[device]
+
+
+@given(
+    size=st.integers(1, 24),
+    members=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90)), min_size=1, max_size=5),
+    offset=st.lists(st.integers(-8, 60), min_size=1, max_size=6),
+)
+def test_members_are_described_as_if_written_out(size, members, offset):
+    """A factored side gives the grid, the indices and the rows of its pieces one by one."""
+    members = [(pair, max(base, -min(offset))) for pair, base in members]
+    side = Side.of([(1000 * (i + 1), 200 + size, i) for i in range(3)])
+    pair = np.array([p for p, _ in members], np.int32)
+    base = np.array([b for _, b in members], np.int64)
+    few = Places(pair=pair, base=base, offset=np.array(offset, np.int64))
+    all_ = Places(pair=np.repeat(pair, len(offset)), offset=np.add.outer(base, offset).reshape(-1))
+    grid = Grid.over(side, size, few.sample)
+    other = Grid.over(side, size, all_.sample)
+    assert grid.step == other.step
+    for step in range(1, size + 1):
+        if size % step == 0:
+            trial = Grid(size=size, step=step, first=grid.first)
+            assert trial.holds(few.sample) == trial.holds(all_.sample)
+    assert few.index(grid).tolist() == all_.index(grid).tolist()
+    assert few.index(grid).dtype == np.int32
+    sizes = np.arange(1, len(offset) + 1)
+    rows = few.rows(side, sizes)
+    assert rows.tolist() == all_.rows(side, np.tile(sizes, len(members))).tolist()
+
+
+def test_few_joined_pieces_are_parted_again():
+    """One pair of blocks that happen to touch does not keep the others out of a prepared list."""
+    size = np.array([8, 16, 8, 8, 8], np.int64)
+    assert unit_of(size) == 8
+    assert unit_of(np.array([8, 16, 16], np.int64)) == 0
+    assert unit_of(np.array([8, 12, 8, 8, 8], np.int64)) == 0
+    assert unit_of(np.array([24], np.int64)) == 24
+    flat = Places(pair=np.array([0, 1, 0, 1, 1], np.int32), offset=np.arange(5) * 100)
+    parted = flat.in_units(size, 8)
+    assert parted.pair.tolist() == [0, 1, 1, 0, 1, 1]
+    assert parted.offset.tolist() == [0, 100, 108, 200, 300, 400]
+    few = Places(pair=np.array([3, 2], np.int32), offset=np.arange(5) * 100, base=np.array([0, 7]))
+    assert few.in_units(size, 8).offset.tolist() == parted.offset.tolist()
+    assert few.in_units(size, 8).pair is few.pair
+    assert flat.in_units(np.full(5, 8), 8) is flat
 
 
 def test_rows_never_overlap_themselves():

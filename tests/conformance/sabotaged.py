@@ -13,6 +13,7 @@ import attrs
 from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
 from kvxfer.backends.shm import ShmTransport
 from kvxfer.core.attempt import Attempt, AttemptState
+from kvxfer.core.batch import Batch
 from kvxfer.core.pollable import Deferred, Ready
 from kvxfer.core.transport import Fence, Transport
 from kvxfer.core.verdict import EngineError, Op
@@ -79,9 +80,18 @@ class LosesTheLastOfManyPieces(Honest):
 
 class UsesTheFirstPairOnly(Honest):
     def _post(self, attempt):
-        batch = attempt.batch.slice(0, len(attempt.batch))
-        batch.pair = batch.pair * 0
-        attempt.batch = batch
+        batch = attempt.batch
+        attempt.batch = Batch(batch.pair * 0, batch.local, batch.remote, batch.size)
+        super()._post(attempt)
+
+
+class ForgetsTheBasesOfMembers(Honest):
+    def _post(self, attempt):
+        batch = attempt.batch
+        if batch.members is not None:
+            pieces = batch.shared
+            zero = batch.members.local_base * 0
+            attempt.batch = Batch.repeated_pieces(batch.members.pair, zero, zero, pieces)
         super()._post(attempt)
 
 
@@ -376,6 +386,7 @@ NOTICED_BY = {
     CopiesOneByteTooMany: "test_moves_exactly_the_pieces",
     LosesTheLastOfManyPieces: "test_many_regions_in_one_path",
     UsesTheFirstPairOnly: "test_one_region_in_several_pairs",
+    ForgetsTheBasesOfMembers: "test_layers_share_their_pieces",
     SendsToTheLatestPeer: "test_two_peers_at_once",
     DoneBeforeTheCopy: "test_done_means_drained_and_there",
     DoneWithoutDrained: "test_done_means_drained_and_there",

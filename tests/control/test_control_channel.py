@@ -743,7 +743,7 @@ def test_open_door_is_logged(make: Make, caplog: pytest.LogCaptureFixture) -> No
         make()
         make(bind_host="0.0.0.0", advertise_host="127.0.0.1", auth=Recorder())
         assert caplog.records == []
-        make(bind_host="0.0.0.0", advertise_host="127.0.0.1")
+        make(bind_host="0.0.0.0", advertise_host="127.0.0.1", insecure=True)
     assert "every interface without authentication" in caplog.text
 
 

@@ -805,6 +805,58 @@ def test_78_unequal_blocks_for_many_prompt_lengths(sizes, prompts, padding: int)
         assert (out[untouched] == 0xAA).all()
 
 
+@pytest.mark.parametrize("prompt", [63, 769, 5761])
+def test_78_unequal_blocks_and_unequal_tp(prompt: int) -> None:
+    """Behaviour 78: blocks of 5760 against 768 tokens, kernel 64, TP 8 to 1: each of eight ranks
+    brings its head, and every byte of the request's blocks is written once or reported."""
+    heads, nbytes = 8, 2
+
+    def cache_of(tokens: int, held: int, blocks: int) -> tuple[KVLayout, oracle.Memory]:
+        strides = (tokens * held * nbytes, 0, 64 * held * nbytes, held * nbytes, nbytes)
+        mem = oracle.Memory(blocks, 1, tokens // 64, 64, held, nbytes, strides, 0, 0)
+        made = KVLayout(
+            num_blocks=blocks,
+            block_stride=strides[0],
+            kernel_blocks=tokens // 64,
+            kernel_stride=strides[2],
+            kernel_tokens=64,
+            token_stride=strides[3],
+            heads=held,
+            head_stride=nbytes,
+            head_nbytes=nbytes,
+            dtype="float16",
+        )
+        return made, mem
+
+    n_local, n_remote = -(-prompt // 5760), -(-(prompt - 1) // 768)
+    ids, peer_ids = [2 * i + 1 for i in range(n_local)], [i + 2 for i in range(n_remote)]
+    local, mine = cache_of(5760, heads, 2 * n_local + 1)
+    remote, theirs = cache_of(768, 1, n_remote + 3)
+    dst, written = np.full(mine.total, 0xAA, np.uint8), np.zeros(mine.total, np.int64)
+    wanted = dst.copy()
+    tokens = min(n_local * 5760, n_remote * 768)
+    for link in sources(Ranks(tp_size=1, total_kv_heads=8), Ranks(tp_size=8, total_kv_heads=8)):
+        src = np.random.default_rng(link.rank).integers(0, 255, theirs.total, np.uint8)
+        plan = plan_blocks(
+            local,
+            Blocks.at(0, ids),
+            remote,
+            Blocks.at(0, peer_ids),
+            heads=link.heads,
+            uncovered_local=1,
+        )
+        assert plan.uncovered.tokens == n_local * 5760 - tokens
+        dst, marks = oracle.execute(*plan.lists(), dst, src)
+        written += marks
+        there = theirs.view(src)[peer_ids].reshape(-1, nbytes)[:tokens]
+        view = mine.view(wanted)[ids].reshape(-1, heads, nbytes)
+        view[:tokens, link.heads.local] = there
+        mine.view(wanted)[ids] = view.reshape(n_local, 1, 90, 64, heads, nbytes)
+    np.testing.assert_array_equal(dst, wanted)
+    assert written.sum() == tokens * heads * nbytes
+    assert written.max() == 1
+
+
 def test_78_half_the_bytes_per_token_are_refused() -> None:
     """Behaviour 78: a page of half the bytes per token is another cache."""
     with pytest.raises(GeometryError, match="12 and 6"):

@@ -24,10 +24,31 @@ LAYERS = {
     # These stand alone: a connector may use one of them and nothing else.
     "kvxfer.core.layout": ("kvxfer.errors", "kvxfer.core.layout"),
     "kvxfer.core.topology": ("kvxfer.errors", "kvxfer.core.topology", "kvxfer.core.layout"),
-    "kvxfer.core.acks": ("kvxfer.errors", "kvxfer.core.acks", "kvxfer.core.timers"),
+    "kvxfer.core.acks": (
+        "kvxfer.errors",
+        "kvxfer.core.acks",
+        "kvxfer.core.remembered",
+        "kvxfer.core.timers",
+    ),
+    "kvxfer.core.legacy_acks": (
+        "kvxfer.errors",
+        "kvxfer.core.acks",
+        "kvxfer.core.legacy_acks",
+        "kvxfer.core.remembered",
+        "kvxfer.core.timers",
+        "kvxfer.core.topology",
+    ),
     "kvxfer.policies": ("kvxfer.errors", "kvxfer.core", "kvxfer.policies"),
     "kvxfer.backends": ("kvxfer.errors", "kvxfer.core", "kvxfer.backends"),
-    "kvxfer.agent": ("kvxfer.errors", "kvxfer.core", "kvxfer.policies", "kvxfer.agent"),
+    # A process of its own: it shares with the agent what the agent imports from it.
+    "kvxfer.keeper": ("kvxfer.errors", "kvxfer.core", "kvxfer.keeper"),
+    "kvxfer.agent": (
+        "kvxfer.errors",
+        "kvxfer.core",
+        "kvxfer.policies",
+        "kvxfer.keeper",
+        "kvxfer.agent",
+    ),
     "kvxfer.integrations": (
         "kvxfer.errors",
         "kvxfer.core",
@@ -40,6 +61,7 @@ LAYERS = {
         "kvxfer.errors",
         "kvxfer.core",
         "kvxfer.policies",
+        "kvxfer.keeper",
         "kvxfer.agent",
         "kvxfer.backends",
         "kvxfer.testing",

@@ -86,6 +86,15 @@ def test_options_are_checked_before_anything_is_made(sample_on_path: Path) -> No
         create_transport("sample", colour="red")
 
 
+def test_a_mapping_reaches_a_backend_without_a_config_class(sample_on_path: Path) -> None:
+    """Its entries are keyword arguments: what a configuration file says reaches strangers too."""
+    create_transport("sample", {"greeting": "hello"}).close()
+    with pytest.raises(ConfigError, match="'colour'"):
+        create_transport("sample", {"colour": "red"})
+    with pytest.raises(ConfigError, match="'greeting' given twice"):
+        create_transport("sample", {"greeting": "hello"}, greeting="hello")
+
+
 def test_its_classifier_and_retry_policy_are_used(sample_on_path: Path) -> None:
     """The other two groups work for strangers as well."""
     transport = create_transport("sample")

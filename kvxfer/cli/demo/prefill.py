@@ -10,7 +10,7 @@ from typing import Any
 from kvxfer.agent import SchedulerAgent
 from kvxfer.cli.demo.plan import DemoPlan, Sabotage
 from kvxfer.cli.demo.worker import Worker
-from kvxfer.core.events import Declined, Event, Expired, Sent
+from kvxfer.core.events import Declined, Event, Expired, Failed, Sent
 from kvxfer.core.layout import Blocks
 
 __all__ = ["Prefill"]
@@ -63,14 +63,17 @@ class Prefill(Worker):
         from kvxfer.agent.orders import Report
 
         for combined in self.scheduler.apply(Report(rank=0, events=(event,))):
-            if not isinstance(combined, (Sent, Declined, Expired)):
+            if not isinstance(combined, (Sent, Declined, Expired, Failed)):
                 continue
+            outcome = type(combined).__name__.lower()
+            if isinstance(combined, Failed):
+                outcome += f" {combined.kind.value}"
             self.blocks.give_back(combined.transfer_id)
             self.say(
                 op="over",
                 side="prefill",
                 id=combined.transfer_id,
-                outcome=type(combined).__name__.lower(),
+                outcome=outcome,
             )
 
 

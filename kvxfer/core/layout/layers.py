@@ -11,6 +11,7 @@ from attrs import validators as v
 from kvxfer.core.layout import _wire
 from kvxfer.core.layout._checks import Int32Array, Int64Array, is_count, is_name, is_nonnegative
 from kvxfer.core.layout._overlay import overlaid
+from kvxfer.core.layout._sharing import gaps_of
 from kvxfer.core.layout.heads import HeadSlice
 from kvxfer.core.layout.kv import KVLayout
 from kvxfer.core.layout.recipe import Recipe, recipe_of
@@ -146,6 +147,12 @@ class Shared:
     """What one request need check once: (group, whether local, number of blocks) of both sides."""
     pairing: tuple[Any, ...]
     """Equal for layers whose blocks pair alike, whatever else their geometry is."""
+    gaps: tuple[int, int] = attrs.field(init=False)
+    """Least distance between two members of one pair, on either side."""
+
+    @gaps.default
+    def _measured(self) -> tuple[int, int]:
+        return gaps_of(self.pair, self.local_base, self.remote_base)
 
 
 class Layers(tuple[LayerPair, ...]):

@@ -93,6 +93,9 @@ def plan_layers(
                     shared.remote_base,
                     shared.group,
                     shared.remote_group,
+                    shared.local.block_stride,
+                    shared.remote.block_stride,
+                    shared.gaps,
                 )
             )
             owners.append(owner)

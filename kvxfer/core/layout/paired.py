@@ -9,6 +9,7 @@ import numpy as np
 
 from kvxfer.core.layout._checks import Int32Array, Int64Array
 from kvxfer.core.layout._cutting import Borders, cut, group_ends, merge_order
+from kvxfer.core.layout._sharing import apart, fused, gaps_of
 from kvxfer.core.layout.plan import Plan, checked_address
 from kvxfer.errors import InvalidInputError
 
@@ -168,6 +169,8 @@ class PlanGroup:
         pair: int32[m], index of the pair of regions.
         local, remote: int64[m], the layouts' offsets in their regions.
         group, remote_group: index of the id list on either side.
+        local_row, remote_row: the layouts' block strides in bytes, 0 if not known.
+        gaps: least distance in bytes between two layers of one pair, on either side.
     """
 
     plan: Plan
@@ -177,9 +180,19 @@ class PlanGroup:
     remote: Int64Array
     group: int
     remote_group: int
+    local_row: int = 0
+    remote_row: int = 0
+    gaps: tuple[int, int] = attrs.field()
+
+    @gaps.default
+    def _measured(self) -> tuple[int, int]:
+        return gaps_of(self.pair, self.local, self.remote)
 
     def __len__(self) -> int:
         return len(self.pair) * len(self.plan)
+
+    def with_plan(self, plan: Plan) -> PlanGroup:
+        return self if plan is self.plan else attrs.evolve(self, plan=plan)
 
     def plans(self) -> Iterator[tuple[int, Plan]]:
         """``(pair, plan)`` of each layer. Layers at equal offsets share one plan object."""
@@ -239,6 +252,20 @@ class LayersPlan(PairedPlan):
             if len(group.plan.uncovered):
                 found.setdefault(group.group, group.plan.uncovered)
         return found
+
+    def merged(self) -> PairedPlan:
+        """The same bytes in as few pieces as possible, still factored where that can be.
+
+        Pieces are joined inside a layer, and across layers that share a row on both sides; both
+        cost the shared plan, not all pieces.  Only if layers interleave in another way, or touch at
+        their ends, all pieces are written out, joined and ordered by pair and local offset.
+        """
+        groups, before = self.groups, -1
+        while before != (before := sum(len(group) for group in groups)):
+            joined = [group.with_plan(group.plan.merged()) for group in groups]
+            groups = tuple(part for group in joined for part in fused(group))
+        whole = self if before == len(self) else LayersPlan(groups)
+        return whole if apart(whole.groups) else PairedPlan.merged(whole)
 
     def plans(self) -> Iterator[tuple[int, Plan]]:
         """``(pair, plan)`` of every layer, without building the flat vectors.

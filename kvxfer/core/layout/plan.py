@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
 import numpy as np
@@ -12,9 +12,13 @@ from kvxfer.core.layout._cutting import Borders, cut, group_ends, merge_order
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
 __all__ = ["NOTHING_UNCOVERED", "Plan", "Uncovered"]
+
+T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
@@ -73,13 +77,25 @@ class Plan:
         uncovered: what of the destination's list the plan does not write.
     """
 
-    __slots__ = ("_lists", "_size", "local", "nbytes", "piece_nbytes", "remote", "uncovered")
+    __slots__ = (
+        "_kept",
+        "_lists",
+        "_merged",
+        "_size",
+        "local",
+        "nbytes",
+        "piece_nbytes",
+        "remote",
+        "uncovered",
+    )
 
     local: Int64Array
     remote: Int64Array
     nbytes: int
     _size: Int64Array | None
     _lists: tuple[list[int], list[int], list[int]] | None
+    _merged: Plan | Literal[False] | None
+    _kept: dict[Any, Any]
     piece_nbytes: int | None
     """The size that all pieces have, or None if sizes differ."""
     uncovered: Uncovered
@@ -108,7 +124,8 @@ class Plan:
         plan.local = local
         plan.remote = remote
         plan.uncovered = uncovered
-        plan._lists = None
+        plan._lists = plan._merged = None
+        plan._kept = {}
         if isinstance(size, int):
             plan._size = None
             plan.piece_nbytes = size
@@ -172,21 +189,37 @@ class Plan:
         plan.piece_nbytes = self.piece_nbytes
         plan.nbytes = self.nbytes
         plan.uncovered = self.uncovered
-        plan._lists = None
+        plan._lists = plan._merged = None
+        plan._kept = {}
         return plan
 
+    def keep(self, make: Callable[[Plan], T]) -> T:
+        """``make(self)``, made once and kept with this plan, and so with a cache that holds it.
+
+        ``make`` must be the same object each time.  What it returns must not hold the plan.
+        """
+        found: T | None = self._kept.get(make)
+        if found is None:
+            found = self._kept[make] = make(self)
+        return found
+
     def merged(self) -> Plan:
-        """The same bytes in as few pieces as possible.
+        """The same bytes in as few pieces as possible. Cached.
 
         Pieces are joined where they touch on both sides; if any are, all come out in the order of
         their local offsets.
         """
-        found = merge_order(self.local, self.remote, self.size, None)
-        if found is None:
-            return self
-        order, first, size = found
-        take = first if order is None else order[first]
-        return Plan(self.local[take], self.remote[take], size, uncovered=self.uncovered)
+        if self._merged is None:
+            found = merge_order(self.local, self.remote, self.size, None)
+            if found is None:
+                self._merged = False  # not itself: that would be a cycle
+            else:
+                order, first, sizes = found
+                take = first if order is None else order[first]
+                self._merged = Plan(
+                    self.local[take], self.remote[take], _one(sizes), uncovered=self.uncovered
+                )
+        return self._merged if isinstance(self._merged, Plan) else self
 
     def cut(self, *, max_piece_nbytes: int | None = None, borders: Borders | None = None) -> Plan:
         """The same bytes, each piece cut at borders of either side and at ``max_piece_nbytes``."""
@@ -245,6 +278,12 @@ class Plan:
             _rows(self.local, size, local_address, local_device),
             _rows(self.remote, size, remote_address, remote_device),
         )
+
+
+def _one(size: Int64Array) -> Int64Array | int:
+    """The size that all pieces have, if they have one."""
+    same = len(size) > 0 and bool((size == size[0]).all())
+    return int(size[0]) if same else size
 
 
 def _rows(

@@ -10,7 +10,7 @@ import attrs
 from attrs import validators as v
 
 from kvxfer.agent import AgentConfig
-from kvxfer.core.control_config import ControlConfig
+from kvxfer.core.control_config import ControlConfig, Security
 from kvxfer.core.plugins import create_transport
 from kvxfer.core.transport import Transport
 from kvxfer.errors import ConfigError
@@ -49,6 +49,16 @@ class ConnectorConfig:
     advertise_host: str | None = None
     port_range: str | None = None
     """See ``ControlConfig``: where the control channel listens. Loopback by default."""
+
+    secret_key_file: str | None = attrs.field(default=None, validator=v.optional(_is(str)))
+    allowed_keys: str | None = attrs.field(default=None, validator=v.optional(_is(str)))
+    """Keys of the control channel, both or neither: see ``Security``. Needed beyond loopback."""
+
+    insecure: bool = attrs.field(default=False, validator=_is(bool))
+    """Listen beyond loopback without keys."""
+
+    data_network_trusted: bool = attrs.field(default=False, validator=_is(bool))
+    """See ``AgentConfig``: with keys, a backend whose own ports admit strangers needs it."""
 
     lease: float = AgentConfig().lease
     """How long prefill keeps a finished request's blocks for decode."""
@@ -97,7 +107,22 @@ class ConnectorConfig:
             bind_host=self.bind_host,
             advertise_host=self.advertise_host,
             port_range=self.port_range,
+            security=self._security,
+            insecure=self.insecure,
         )
+
+    @property
+    def _security(self) -> Security | None:
+        if self.secret_key_file is None and self.allowed_keys is None:
+            return None
+        if self.secret_key_file is None or self.allowed_keys is None:
+            missing = "secret_key_file" if self.secret_key_file is None else "allowed_keys"
+            raise ConfigError(
+                f"kv_connector_extra_config: {missing} is missing, the other half of the keys is "
+                "there",
+                next_step="give both, or neither",
+            )
+        return Security(secret_key_file=self.secret_key_file, allowed_keys=self.allowed_keys)
 
     @property
     def timeouts(self) -> Timeouts:
@@ -115,6 +140,7 @@ class ConnectorConfig:
             fingerprint=fingerprint,
             lease=self.lease,
             lease_margin=self.lease_margin,
+            data_network_trusted=self.data_network_trusted,
         )
 
     def transport(self) -> Transport:

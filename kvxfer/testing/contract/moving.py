@@ -62,6 +62,25 @@ class MovesBytes(ContractBase):
         pair.move(op, rig.path, batch)
         rig.expect(op, batch)
 
+    def test_layers_share_their_pieces(self, pair: Pair, op: Op) -> None:
+        """A factored batch moves every member's pieces from the member's own bases: layers of one
+        storage, of several, and more of them than one post takes."""
+        rig = self.rig(pair, [98304, 40000, 65536])
+        batch = Batch.repeated(
+            [0, 0, 0, 1, 2, 2],
+            [0, 32768, 65536, 3, 0, 32768],
+            [65536, 0, 32768, 5, 32768, 0],
+            [0, 4096, 8192, 20480, 30000],
+            [28672, 0, 12288, 20000, 17000],
+            [4096, 4096, 4000, 1, 999],
+        )
+        pair.move(op, rig.path, batch)
+        rig.expect(op, batch)
+        parts = batch.cut(max_pieces=3, max_nbytes=1 << 20)
+        again = [*batch.cut(max_pieces=10, max_nbytes=1 << 20), *parts, batch.slice(4, 21)]
+        pair.done([a for part in again for a in pair.post_all(op, rig.path, part)])
+        rig.expect(op, batch)
+
     def test_one_region_in_several_pairs(self, pair: Pair, op: Op) -> None:
         """A region may stand in several pairs of a path, and in several paths."""
         peer = pair.connect()

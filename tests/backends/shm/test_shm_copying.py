@@ -87,6 +87,18 @@ def test_merge_joins_exactly_the_runs():
     assert merge(batch.slice(2, 4)).lists() == batch.slice(2, 4).lists()
 
 
+def test_merge_joins_the_runs_of_every_member():
+    """Shared pieces are joined once, for all members, and the batch stays factored."""
+    batch = Batch.repeated(
+        [0, 1], [0, 1000], [0, 500], [0, 10, 20, 40], [100, 110, 130, 150], [10, 10, 10, 5]
+    )
+    merged = merge(batch)
+    assert len(merged.members) == 2
+    assert merged.shared_lists() == ([0, 20, 40], [100, 130, 150], [20, 10, 5])
+    assert merged.nbytes == batch.nbytes
+    assert merge(merged) is merged
+
+
 @pytest.mark.parametrize("unit", [4096, 16384, 65536])
 def test_more_than_the_staging_area(unit):
     """More bytes than fit the staging area, by many times and not by a whole multiple."""

@@ -17,13 +17,16 @@ from kvxfer.backends.shm import ShmTransport, messages
 from kvxfer.backends.shm.link import socket_name
 from kvxfer.backends.shm.procs import ProcessId, ProcessWatch, start_time
 from kvxfer.backends.shm.protocol import (
+    PROTOCOL,
     Address,
+    Challenge,
     Hello,
     Welcome,
     decode_address,
     decode_from_server,
     encode,
     encode_address,
+    proof_of,
 )
 from kvxfer.core.attempt import AttemptState
 from kvxfer.core.batch import Batch
@@ -280,8 +283,10 @@ def test_token_stays_out_of_logs(near):
     info = near.transport.local_info()
     token = near.transport._server.token
     address = decode_address(info.data)
-    hello = Hello(lowest=1, highest=1, token=token, incarnation="a", wanted="b")
-    for text in (repr(info), repr(address), repr(hello)):
+    hello = Hello(lowest=1, highest=1, nonce=bytes(32), incarnation="a", wanted="b")
+    proof = proof_of(token, server=False, hello=hello, challenge=Challenge(nonce=bytes(32)))
+    assert token not in encode(hello) + proof
+    for text in (repr(info), repr(address)):
         assert repr(token)[2:-1] not in text
         assert token.hex() not in text
 
@@ -300,7 +305,7 @@ def stranger(near):
         b"\xc1",
         b"x" * 31 * 1024,
         b"y" * 64 * 1024,
-        encode(Welcome(version=1)),
+        encode(Welcome(version=1, mac=bytes(32))),
         msgspec.msgpack.encode({"type": "want", "request": 1, "regions": [0]}),
         msgspec.msgpack.encode({"type": "hello", "lowest": 1}),
         msgspec.msgpack.encode({"type": "bye"}),
@@ -333,14 +338,14 @@ def test_descriptors_a_stranger_sends_are_closed(near):
 
 def test_hello_of_a_version_we_do_not_speak(near):
     """No common version is answered as such, not by silence."""
-    sock, address = stranger(near)
+    sock, _ = stranger(near)
     with sock:
         sock.send(
             encode(
                 Hello(
-                    lowest=2,
+                    lowest=PROTOCOL + 1,
                     highest=9,
-                    token=address.token,
+                    nonce=bytes(32),
                     incarnation="newer",
                     wanted=near.transport.incarnation,
                 )

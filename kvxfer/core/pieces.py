@@ -1,0 +1,518 @@
+"""The two forms in which a batch holds its pieces: vectors, and members times shared vectors.
+
+The second form is for layers of equal geometry.  They move the same pieces, each from offsets of
+its own: 61 layers of 16384 pieces are 61 bases and 16384 offsets, not a million of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "Flat",
+    "Int32Array",
+    "Int64Array",
+    "Members",
+    "Pieces",
+    "Repeated",
+    "Term",
+    "Vectors",
+    "as_list",
+    "vector",
+]
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Vectors = tuple[Int32Array, Int64Array, Int64Array, Int64Array]
+"""``(pair, local, remote, size)``."""
+
+T = TypeVar("T")
+
+INT64 = np.iinfo(np.int64)
+_FEW = 64
+"""Up to so many numbers Python is quicker than numpy."""
+_FEW = 64
+"""Up to so many values are not worth a look with numpy."""
+_PARTS_KEPT = 64
+"""Stretches of shared pieces that are remembered, for the members that come next."""
+
+
+class Members:
+    """Where the shared pieces of a batch are repeated: equal-length vectors, one entry per member.
+
+    Member ``m`` moves every shared piece between offset ``local_base[m]`` plus the piece's own of
+    the local region, and ``remote_base[m]`` plus the piece's own of the remote region, of pair
+    ``pair[m]`` of the path.
+    """
+
+    __slots__ = ("_rows", "_start", "_stop", "_vectors")
+
+    def __init__(self, pair: Int32Array, local_base: Int64Array, remote_base: Int64Array) -> None:
+        self._vectors = (pair, local_base, remote_base)
+        self._start = 0
+        self._stop = len(pair)
+        self._rows: list[tuple[int, int, int]] | None = None
+
+    @property
+    def pair(self) -> Int32Array:
+        return self._vectors[0][self._start : self._stop]
+
+    @property
+    def local_base(self) -> Int64Array:
+        return self._vectors[1][self._start : self._stop]
+
+    @property
+    def remote_base(self) -> Int64Array:
+        return self._vectors[2][self._start : self._stop]
+
+    @property
+    def rows(self) -> list[tuple[int, int, int]]:
+        """``(pair, local_base, remote_base)`` of each. Cached."""
+        if self._rows is None:
+            columns = (self.pair.tolist(), self.local_base.tolist(), self.remote_base.tolist())
+            self._rows = list(zip(*columns, strict=True))
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Over ``rows``."""
+        return iter(self.rows)
+
+    def part(self, start: int, stop: int) -> Members:
+        """Members ``start`` to ``stop``, without copying."""
+        part = Members.__new__(Members)
+        part._vectors = self._vectors
+        part._start = self._start + start
+        part._stop = min(self._start + stop, self._stop)
+        part._rows = None if self._rows is None else self._rows[start:stop]
+        return part
+
+
+class Pieces:
+    """What the members of a batch share: pieces whose offsets count from a member's bases.
+
+    Immutable by convention.  Whatever is worked out of the vectors is kept: hand the same object
+    to every batch that moves these pieces.
+
+    Raises:
+        InvalidInputError: the vectors are not of integers, or not equally long.
+    """
+
+    __slots__ = (
+        "_cut",
+        "_ends",
+        "_extremes",
+        "_kept",
+        "_lists",
+        "_nbytes",
+        "_parts",
+        "local",
+        "remote",
+        "size",
+    )
+
+    def __init__(self, local: npt.ArrayLike, remote: npt.ArrayLike, size: npt.ArrayLike) -> None:
+        self._set(
+            vector("local", local, np.int64),
+            vector("remote", remote, np.int64),
+            vector("size", size, np.int64),
+        )
+        if not len(self.local) == len(self.remote) == len(self.size):
+            raise InvalidInputError(
+                f"local, remote and size have lengths {len(self.local)}, {len(self.remote)} and "
+                f"{len(self.size)}: they must be equal"
+            )
+
+    def _set(self, local: Int64Array, remote: Int64Array, size: Int64Array) -> None:
+        self.local = local
+        self.remote = remote
+        self.size = size
+        self._nbytes: int | None = None
+        self._lists: tuple[list[int], list[int], list[int]] | None = None
+        self._extremes: dict[str, tuple[int, int]] = {}
+        self._ends: dict[str, int] = {}
+        self._cut: tuple[tuple[int, int], list[Pieces]] | None = None
+        self._parts: dict[tuple[int, int], Pieces] = {}
+        self._kept: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        if self._nbytes is None:
+            greatest = self.extremes("size")[1] if len(self) else 0
+            self._nbytes = self.one_size * len(self) or exact_sum(self.size, greatest)
+        return self._nbytes
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """``(local, remote, size)`` as Python lists. Made once."""
+        if self._lists is None:
+            size = [self.one_size] * len(self) if self.one_size else self.size.tolist()
+            self._lists = (self.local.tolist(), self.remote.tolist(), size)
+        return self._lists
+
+    def extremes(self, name: str) -> tuple[int, int]:
+        """Least and greatest value of a vector that is not empty."""
+        found = self._extremes.get(name)
+        if found is None:
+            values: Int64Array = getattr(self, name)
+            found = self._extremes[name] = (int(values.min()), int(values.max()))
+        return found
+
+    @property
+    def one_size(self) -> int:
+        """The size that all pieces have; 0 if they differ, or there are none."""
+        low, high = self.extremes("size") if len(self) else (0, 0)
+        return low if low == high else 0
+
+    def end(self, side: str) -> int:
+        """One past the last byte of any piece on that side, from the base. Exact."""
+        found = self._ends.get(side)
+        if found is None:
+            start: Int64Array = getattr(self, side)
+            top = self.extremes(side)[1]
+            if self.one_size:
+                found = top + self.one_size
+            elif top + self.extremes("size")[1] <= INT64.max:
+                found = int((start + self.size).max())
+            else:
+                found = max(a + b for a, b in zip(start.tolist(), self.size.tolist(), strict=True))
+            self._ends[side] = found
+        return found
+
+    def keep(self, make: Callable[[Pieces], T]) -> T:
+        """``make(self)``, made once: for what an engine derives of pieces whatever their base is.
+
+        ``make`` must be equal each time.  What it returns must not hold the pieces.
+        """
+        found: T | None = self._kept.get(make)
+        if found is None:
+            found = self._kept[make] = make(self)
+        return found
+
+    def part(self, start: int, stop: int) -> Pieces:
+        """Pieces ``start`` to ``stop``, without copying. The same object if asked again soon."""
+        found = self._parts.get((start, stop))
+        if found is None:
+            found = Pieces.__new__(Pieces)
+            found._set(self.local[start:stop], self.remote[start:stop], self.size[start:stop])
+            if len(self._parts) >= _PARTS_KEPT:
+                self._parts.pop(next(iter(self._parts)), None)
+            self._parts[start, stop] = found
+        return found
+
+    def cut(self, max_pieces: int, max_nbytes: int) -> list[Pieces]:
+        """These pieces in order, in stretches within both bounds. The last answer is kept."""
+        key = (max_pieces, max_nbytes)
+        if self._cut is None or self._cut[0] != key:
+            whole = self
+            if len(self) and self.extremes("size")[1] > max_nbytes:
+                index, step, size = chop(self.size, max_nbytes)
+                whole = Pieces(self.local[index] + step, self.remote[index] + step, size)
+            # Even stretches: 4097 pieces in calls of at most 4096 are not 4096 and 1.
+            even = -(-len(whole) // max(-(-len(whole) // max_pieces), 1))
+            parts = [whole.part(a, b) for a, b in stretches(whole.size, even, max_nbytes)]
+            # Not itself: that would be a cycle.
+            self._cut = (key, [] if whole is self and len(parts) < 2 else parts)
+        return self._cut[1] or [self]
+
+
+class Flat:
+    """Pieces as four vectors."""
+
+    __slots__ = ("count", "nbytes", "vectors")
+
+    def __init__(self, vectors: Vectors, nbytes: int) -> None:
+        self.vectors = vectors
+        self.nbytes = nbytes
+        self.count = len(vectors[0])
+
+    @classmethod
+    def of(cls, *vectors: Any) -> Flat:
+        """Vectors that were checked before."""
+        size: Int64Array = vectors[3]
+        nbytes = exact_sum(size, int(size.max())) if len(size) else 0
+        return cls(vectors, nbytes)
+
+    @classmethod
+    def checked(
+        cls,
+        pair: npt.ArrayLike,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        size: npt.ArrayLike,
+    ) -> Flat:
+        """Raises: InvalidInputError: see ``Batch``."""
+        checked: list[npt.NDArray[Any]] = [
+            vector("pair", pair, np.int32),
+            vector("local", local, np.int64),
+            vector("remote", remote, np.int64),
+            vector("size", size, np.int64),
+        ]
+        n, *others = map(len, checked)
+        if others != [n, n, n]:
+            raise InvalidInputError(
+                f"pair, local, remote and size have lengths {n}, {others[0]}, "
+                f"{others[1]} and {others[2]}: they must be equal"
+            )
+        if n:
+            for name, values, low in zip(_NAMES, checked, _LEAST, strict=True):
+                if int(values.min()) < low:
+                    i = int(values.argmin())
+                    raise _below(name, i, int(values[i]), low)
+        return cls.of(*checked)
+
+    @property
+    def max_size(self) -> int:
+        return int(self.vectors[3].max())
+
+    def part(self, start: int, stop: int) -> list[Term]:
+        return [Flat.of(*(v[start:stop] for v in self.vectors))] if start < stop else []
+
+    def cut(self, max_pieces: int, max_nbytes: int) -> list[Term]:
+        whole = self
+        if self.max_size > max_nbytes:
+            pair, local, remote, size = self.vectors
+            index, step, size = chop(size, max_nbytes)
+            whole = Flat.of(pair[index], local[index] + step, remote[index] + step, size)
+        if whole.count <= max_pieces and whole.nbytes <= max_nbytes:
+            return [whole]
+        found: list[Term] = []
+        for start, stop in stretches(whole.vectors[3], max_pieces, max_nbytes):
+            found += whole.part(start, stop)
+        return found
+
+    def used_pairs(self) -> list[int]:
+        return used(self.vectors[0])
+
+    def top_pair(self) -> tuple[int, int]:
+        """``(greatest pair, its first index)``; not for an empty term."""
+        i = int(self.vectors[0].argmax())
+        return int(self.vectors[0][i]), i
+
+    def of_pairs(self, wanted: set[int]) -> Term:
+        mask = np.isin(self.vectors[0], list(wanted))
+        return Flat.of(*(v[mask] for v in self.vectors))
+
+    def beyond(self, side: str, nbytes: Int64Array) -> int | None:
+        """The first piece that ends behind its region, whose sizes by pair are ``nbytes``."""
+        pair, local, remote, size = self.vectors
+        # offset <= limit - size cannot overflow, offset + size could.
+        bad = (local if side == "local" else remote) > nbytes[pair] - size
+        i = int(bad.argmax())
+        return i if bad[i] else None
+
+
+class Repeated:
+    """Every member's own copy of the shared pieces, members outermost."""
+
+    __slots__ = ("count", "members", "nbytes", "pieces")
+
+    def __init__(self, members: Members, pieces: Pieces) -> None:
+        count = len(members)
+        self.members = members
+        self.pieces = pieces
+        self.count = count * len(pieces)
+        self.nbytes = count * pieces.nbytes
+
+    @classmethod
+    def checked(
+        cls,
+        pair: npt.ArrayLike,
+        local_base: npt.ArrayLike,
+        remote_base: npt.ArrayLike,
+        pieces: Pieces,
+    ) -> Repeated:
+        """Raises: InvalidInputError: in the words that ``Flat.checked`` has for the same pieces."""
+        members = Members(
+            vector("pair", pair, np.int32),
+            vector("local_base", local_base, np.int64),
+            vector("remote_base", remote_base, np.int64),
+        )
+        m = len(members)
+        if not m == len(members.local_base) == len(members.remote_base):
+            raise InvalidInputError(
+                f"pair, local_base and remote_base have lengths {m}, {len(members.local_base)} "
+                f"and {len(members.remote_base)}: they must be equal"
+            )
+        if m and len(pieces):
+            cls._check(members, pieces)
+        return cls(members, pieces)
+
+    @staticmethod
+    def _check(members: Members, pieces: Pieces) -> None:
+        lows = [("pair", int(members.pair.min()))]
+        for name, bases in (("local", members.local_base), ("remote", members.remote_base)):
+            low, high = pieces.extremes(name)
+            least = int(bases.min()) + low
+            if least < INT64.min or int(bases.max()) + high > INT64.max:
+                raise InvalidInputError(f"{name} holds values outside int64")
+            lows.append((name, least))
+        lows.append(("size", pieces.extremes("size")[0]))
+        for (name, value), bound in zip(lows, _LEAST, strict=True):
+            if value < bound:
+                columns: dict[str, tuple[npt.NDArray[Any] | None, Int64Array | None]] = {
+                    "pair": (members.pair, None),
+                    "local": (members.local_base, pieces.local),
+                    "remote": (members.remote_base, pieces.remote),
+                    "size": (None, pieces.size),
+                }
+                of_member, of_piece = columns[name]
+                member = 0 if of_member is None else int(of_member.argmin())
+                piece = 0 if of_piece is None else int(of_piece.argmin())
+                raise _below(name, member * len(pieces) + piece, value, bound)
+
+    @property
+    def vectors(self) -> Vectors:
+        members, pieces = self.members, self.pieces
+        shape = (len(members), len(pieces))
+        return (
+            np.repeat(members.pair, len(pieces)),
+            np.add.outer(members.local_base, pieces.local).reshape(-1),
+            np.add.outer(members.remote_base, pieces.remote).reshape(-1),
+            np.broadcast_to(pieces.size, shape).reshape(-1),
+        )
+
+    @property
+    def max_size(self) -> int:
+        return self.pieces.extremes("size")[1]
+
+    def part(self, start: int, stop: int) -> list[Term]:
+        """A stretch: the end of one member, whole ones, the beginning of another."""
+        n = len(self.pieces)
+        found: list[Term] = []
+        while start < stop:
+            m, first = divmod(start, n)
+            last = min(first + stop - start, n)
+            if first or last < n:
+                found.append(Repeated(self.members.part(m, m + 1), self.pieces.part(first, last)))
+                start += last - first
+            else:
+                whole = (stop - start) // n
+                found.append(Repeated(self.members.part(m, m + whole), self.pieces))
+                start += whole * n
+        return found
+
+    def cut(self, max_pieces: int, max_nbytes: int) -> list[Term]:
+        n, nbytes, m = len(self.pieces), self.pieces.nbytes, len(self.members)
+        if not n or not m:
+            return []
+        _ = self.members.rows  # now, so that the parts need not make their own
+        if n > max_pieces or nbytes > max_nbytes:
+            parts = self.pieces.cut(max_pieces, max_nbytes)
+            one = [self.members.part(i, i + 1) for i in range(m)]
+            return [Repeated(member, part) for member in one for part in parts]
+        step = min(max_pieces // n, max_nbytes // nbytes)
+        return [Repeated(self.members.part(i, i + step), self.pieces) for i in range(0, m, step)]
+
+    def used_pairs(self) -> list[int]:
+        return sorted({row[0] for row in self.members.rows}) if self.count else []
+
+    def top_pair(self) -> tuple[int, int]:
+        """As ``Flat.top_pair``."""
+        top = max(row[0] for row in self.members.rows)
+        m = next(i for i, row in enumerate(self.members.rows) if row[0] == top)
+        return top, m * len(self.pieces)
+
+    def of_pairs(self, wanted: set[int]) -> Term:
+        members = self.members
+        mask = np.isin(members.pair, list(wanted))
+        chosen = Members(members.pair[mask], members.local_base[mask], members.remote_base[mask])
+        return Repeated(chosen, self.pieces)
+
+    def beyond(self, side: str, nbytes: Int64Array) -> int | None:
+        """As ``Flat.beyond``, at the cost of the members plus, once, that of the pieces."""
+        end = self.pieces.end(side)
+        which = 1 if side == "local" else 2
+        for m, row in enumerate(self.members.rows):
+            base, limit = row[which], nbytes.item(row[0])
+            if base + end > limit:
+                start: Int64Array = getattr(self.pieces, side)
+                bad = start + base > limit - self.pieces.size
+                return m * len(self.pieces) + int(bad.argmax())
+        return None
+
+
+Term = Union[Flat, Repeated]  # noqa: UP007 - evaluated at run time on 3.10
+
+_NAMES = ("pair", "local", "remote", "size")
+_LEAST = (0, 0, 0, 1)
+
+
+def _below(name: str, index: int, value: int, least: int) -> InvalidInputError:
+    return InvalidInputError(f"{name}[{index}] is {value}, below {least}")
+
+
+def vector(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
+    """``values`` as a vector of ``dtype``.
+
+    Raises:
+        InvalidInputError: another shape, other things than integers, or too large ones.
+    """
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise InvalidInputError(f"{name} has {array.ndim} dimensions: it must be a vector")
+    if array.dtype == dtype:
+        return array
+    if array.size and array.dtype.kind not in "iu":
+        raise InvalidInputError(f"{name} has dtype {array.dtype}: it must hold integers")
+    info = np.iinfo(dtype)
+    if array.size and (int(array.max()) > info.max or int(array.min()) < info.min):
+        raise InvalidInputError(f"{name} holds values outside {info.dtype}")
+    return array.astype(dtype)
+
+
+def as_list(values: npt.NDArray[Any]) -> list[int]:
+    """The values as a Python list; equal ones as one object, which is many times quicker."""
+    if len(values) > _FEW and bool((values == values[0]).all()):
+        return [int(values[0])] * len(values)
+    found: list[int] = values.tolist()
+    return found
+
+
+def used(pair: Int32Array) -> list[int]:
+    """The values that occur, rising."""
+    if len(pair) <= _FEW:
+        return sorted(set(pair.tolist()))
+    # Quicker than np.unique, which also loads numpy.ma on first use.
+    found: list[int] = np.flatnonzero(np.bincount(pair)).tolist() if len(pair) else []
+    return found
+
+
+def exact_sum(size: Int64Array, greatest: int) -> int:
+    """The sum of ``size``, of which ``greatest`` is the greatest."""
+    if greatest > (2**62) // max(len(size), 1):  # the int64 sum could wrap: take the slow road
+        return sum(size.tolist())
+    return int(size.sum())
+
+
+def chop(size: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cut pieces at multiples of ``limit``: ``(index of the old one, bytes skipped, size)``."""
+    counts = -(-size // limit)
+    index = np.repeat(np.arange(len(size)), counts)
+    first = np.cumsum(counts) - counts
+    step = (np.arange(len(index)) - np.repeat(first, counts)) * limit
+    return index, step, np.minimum(size[index] - step, limit)
+
+
+def stretches(size: Int64Array, max_pieces: int, max_nbytes: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of consecutive stretches within both bounds."""
+    ends = np.cumsum(size)
+    start, done = 0, 0
+    while start < len(size):
+        stop = int(np.searchsorted(ends, done + max_nbytes, side="right"))
+        stop = min(max(stop, start + 1), start + max_pieces, len(size))
+        yield start, stop
+        done = int(ends[stop - 1])
+        start = stop

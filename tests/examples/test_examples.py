@@ -1,0 +1,60 @@
+"""The examples run in fresh interpreters, and those of one part load no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvxfer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ALONE = {
+    "layout_alone": {"layout", "topology"},
+    "plan_blocks": {"layout"},
+    "reconcile_acks": {"acks", "remembered", "timers"},
+}
+"""By example: the parts of ``kvxfer.core`` that it may load."""
+
+STRANGERS = ("zmq", "tenacity", "torch", "entrypoints", "msgspec", "mori", "nixl", "mooncake")
+
+
+def loaded_by(example: Path) -> set[str]:
+    """Names of all modules that are loaded when the example has run to its end."""
+    program = (
+        "import json, runpy, sys\n"
+        f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+        "print()\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={"PYTHONPATH": str(Path(kvxfer.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_of_one_part_loads_no_other(example: Path) -> None:
+    """It runs; no transport, agent, backend or policy is loaded, and no library that they need."""
+    loaded = loaded_by(example)
+    for stranger in STRANGERS:
+        assert stranger not in loaded
+    ours = {name for name in loaded if name.startswith("kvxfer.")}
+    parts = {name.split(".")[2] for name in ours if name.startswith("kvxfer.core.")}
+    assert parts == ALONE[example.stem]
+    assert {name.split(".")[1] for name in ours} == {"core", "errors"}
+
+
+def test_every_example_is_run() -> None:
+    """A new example must be named here, with the parts it may load."""
+    assert {example.stem for example in EXAMPLES} == set(ALONE)
