@@ -42,6 +42,7 @@ from kvxfer.agent.batches import batch_of
 from kvxfer.backends.loopback import LoopbackTransport
 from kvxfer.backends.moriio.config import MoriioConfig
 from kvxfer.backends.moriio.plan import Counting, plan_of
+from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.paths import NixlPath, NixlPeer
 from kvxfer.core.batch import Batch
 from kvxfer.core.layout import (
@@ -152,26 +153,33 @@ class Road:
         """As the agent cuts it and ``Transport.post`` checks it."""
         for part in self.batch(ids).cut(max_pieces=max_pieces, max_nbytes=2**62):
             self.path.check(part)
+            _ = part.used_pairs
             yield part
 
-    def mori(self, ids: Ids) -> list[Any]:
+    def mori(self, ids: Ids) -> Iterator[Any]:
         """The lists of every ``BatchRead``, as the moriio backend makes them."""
-        return [
-            call
-            for part in self.posts(ids, max_pieces=Lanes.most)
-            for call in plan_of(part, self.lanes, self.counting)
-        ]
+        for part in self.posts(ids, max_pieces=Lanes.most):
+            yield from plan_of(part, self.lanes, self.counting)
 
-    def rows(self, ids: Ids) -> list[Any]:
+    def rows(self, ids: Ids) -> Iterator[Any]:
         """Nx3 uint64 of both sides, as the nixl backend makes them."""
-        return [self.path.rows(part) for part in self.posts(ids, max_pieces=2**31)]
+        for part in self.posts(ids, max_pieces=NixlConfig().max_pieces):
+            yield self.path.rows(part)
 
-    def picks(self, ids: Ids) -> list[Any]:
+    def picks(self, ids: Ids) -> Iterator[Any]:
         """Indices into prepared lists, which the nixl backend prefers."""
-        return [
-            self.path.describe(PREPARED, Op.READ, part)
-            for part in self.posts(ids, max_pieces=2**31)
-        ]
+        for part in self.posts(ids, max_pieces=NixlConfig().max_pieces):
+            yield self.path.describe(PREPARED, Op.READ, part)
+
+
+def spent(calls: Callable[[Ids], Iterator[Any]]) -> Callable[[Ids], None]:
+    """One call's arguments after the other, dropped as soon as the engine would have them."""
+
+    def spend(ids: Ids) -> None:
+        for _ in calls(ids):
+            pass
+
+    return spend
 
 
 class Far:
@@ -233,10 +241,10 @@ def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
             Ids.blocks,
             lambda lists: plan_layers(alike, *lists).local,
         ),
-        "raw ids to mori lists": ("moriio", raw, apart.mori),
-        "raw ids to mori lists, one region": ("moriio", raw, together.mori),
-        "raw ids to NIXL rows": ("moriio", raw, apart.rows),
-        "raw ids to NIXL rows, one region": ("moriio", raw, together.rows),
+        "raw ids to mori lists": ("moriio", raw, spent(apart.mori)),
+        "raw ids to mori lists, one region": ("moriio", raw, spent(together.mori)),
+        "raw ids to NIXL rows": ("moriio", raw, spent(apart.rows)),
+        "raw ids to NIXL rows, one region": ("moriio", raw, spent(together.rows)),
         "unequal blocks, 16 to 128 tokens": (
             "moriio",
             into_coarse,
@@ -249,8 +257,8 @@ def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
             lambda lists: plan_layers(match_layers(local, remote), *lists),
         ),
         "raw ids to descriptor ids": ("nixl", raw, lambda ids: table.indices(*ids.blocks())),
-        "raw ids to NIXL picks": ("nixl", raw, apart.picks),
-        "raw ids to NIXL picks, one region": ("nixl", raw, together.picks),
+        "raw ids to NIXL picks": ("nixl", raw, spent(apart.picks)),
+        "raw ids to NIXL picks, one region": ("nixl", raw, spent(together.picks)),
     }
 
 
@@ -306,7 +314,11 @@ def vllm_baselines() -> tuple[str, dict[str, Callable[[Ids], Any]], Callable[[Id
             worker._compute_desc_ids(([*ids.remote],), REMOTE_BLOCKS, None, 1),
         )
 
-    timed = {"moriio": lambda ids: [one(name, ids) for name in caches], "nixl": nixl}
+    def moriio(ids: Ids) -> Iterator[Any]:
+        for name in caches:
+            yield one(name, ids)
+
+    timed = {"moriio": spent(moriio), "nixl": nixl}
     return vllm.__version__, timed, lambda ids: one("layers.0", ids)
 
 
@@ -319,7 +331,7 @@ def agrees(ids: Ids, reference: Callable[[Ids], Any], indices: Callable[[Ids], A
         if sorted(zip(*layer.merged().lists(), strict=True)) != theirs:
             raise SystemExit("the plans differ: nothing to compare")
     for road in (Road(one_region=False), Road(one_region=True)):
-        calls = road.mori(ids)
+        calls = list(road.mori(ids))
         layers = {
             (local, remote) for local, remote, _ in [tuple(map(tuple, c[1:4])) for c in calls]
         }
@@ -327,7 +339,7 @@ def agrees(ids: Ids, reference: Callable[[Ids], Any], indices: Callable[[Ids], A
             raise SystemExit(f"the lists of {len(calls)} calls differ: nothing to compare")
         if len(layers) != 1:
             raise SystemExit("the calls do not share their lists")
-        if sum(len(rows) for rows in road.rows(ids)[0]) != 2 * LAYERS * len(theirs):
+        if sum(len(rows) for both in road.rows(ids) for rows in both) != 2 * LAYERS * len(theirs):
             raise SystemExit("there are too few rows: nothing to compare")
     table = DescriptorTable(alike)
     for mine, other in zip(table.indices(*ids.blocks()), indices(ids), strict=True):

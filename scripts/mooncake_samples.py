@@ -119,7 +119,7 @@ def broken(stage: Stage) -> EngineError:
     stage.far.stop()
     try:
         attempt = stage.post(path)
-        stage.wait(lambda: stage.transport._flights[0].diagnosis is not None)
+        stage.wait(lambda: stage.transport._flights.under_way[0].diagnosis is not None)
     finally:
         stage.far.resume()
     return stage.said(attempt)

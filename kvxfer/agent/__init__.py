@@ -4,10 +4,12 @@ from kvxfer.agent.agent import Agent
 from kvxfer.agent.config import AgentConfig, Progress
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.scheduler import SchedulerAgent
+from kvxfer.keeper.config import KeeperConfig
 
 __all__ = [
     "Agent",
     "AgentConfig",
+    "KeeperConfig",
     "Progress",
     "SchedulerAgent",
     "TransferHandle",

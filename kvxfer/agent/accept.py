@@ -233,7 +233,7 @@ class Accepting:
         """Give up: every producer that may still write is told to stop."""
         if self.error is not None or self.ended or self.draining is not None:
             return
-        self.error = self.handle.error = error  # known at once, published when all is over
+        self.error = self.handle.error = error  # known now, published when all is over
         self._tell_sealed(error, now)
         self._cancel_others(error.kind, error.message, now)
         self._ctx.soon(self)

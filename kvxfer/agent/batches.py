@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvxfer.core.batch import Batch, Pieces
+from kvxfer.core.batch import Batch, Members, Pieces
 from kvxfer.core.layout import LayersPlan
 
 if TYPE_CHECKING:
@@ -40,10 +40,14 @@ def batch_of(plan: PairedPlan) -> Batch:
 
 
 def _repeated(group: PlanGroup) -> Batch:
-    # Kept with the plan, and so with the plan cache: pushes of one layer each share it.
-    pieces = group.plan.keep(_pieces)
-    return Batch.repeated_pieces(group.pair, group.local, group.remote, pieces)
+    # The pieces are kept with the plan, and so with the plan cache: pushes of one layer each share
+    # them.  The members are kept with the layers, for all requests.
+    return Batch.repeated_pieces(group.keep(_members), group.plan.keep(_pieces))
+
+
+def _members(group: PlanGroup) -> Members:
+    return Members(group.pair, group.local, group.remote)
 
 
 def _pieces(plan: Plan) -> Pieces:
-    return Pieces(plan.local, plan.remote, plan.size)
+    return Pieces(plan.local, plan.remote, plan.piece_nbytes or plan.size, bounds=plan.bounds)

@@ -162,9 +162,7 @@ class AgentConfig:
     pump_interval: float = attrs.field(default=0.001, validator=_duration)
     idle_interval: float = attrs.field(default=0.1, validator=_duration)
     data_network_trusted: bool = attrs.field(default=False, validator=v.instance_of(bool))
-    wire_versions: tuple[int, int] = attrs.field(
-        default=(WIRE_MIN, WIRE_MAX), validator=_versions
-    )
+    wire_versions: tuple[int, int] = attrs.field(default=(WIRE_MIN, WIRE_MAX), validator=_versions)
     admission: AdmissionPolicy = attrs.field(factory=FixedAdmission, validator=_admission)
     breaker: BreakerPolicy | None = attrs.field(factory=BreakerPolicy, validator=_breaker)
     retry: RetryPolicy | None = attrs.field(default=None, validator=_retry_policy)

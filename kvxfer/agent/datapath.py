@@ -1,4 +1,4 @@
-"""Keys on the control channel say nothing about the engine's own ports: refuse a false sense of it."""
+"""Keys on the control channel say nothing about an engine's own ports: no false sense of safety."""
 
 from __future__ import annotations
 

@@ -344,10 +344,10 @@ def _last_words(link: Link) -> list[bytes]:
     words: list[bytes] = []
     left = wire.MAX_FRAME_NBYTES // 2
     for frame in link.mailbox.outbox.frames():
-        if len(words) < wire.MAX_LAST_WORDS and len(frame) < min(left, wire.MAX_OPAQUE_NBYTES):
-            if isinstance(wire.decode(frame).body, _LAST_WORDS):
-                words.append(frame)
-                left -= len(frame)
+        fits = len(words) < wire.MAX_LAST_WORDS and len(frame) < min(left, wire.MAX_OPAQUE_NBYTES)
+        if fits and isinstance(wire.decode(frame).body, _LAST_WORDS):
+            words.append(frame)
+            left -= len(frame)
     return words
 
 

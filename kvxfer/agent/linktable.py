@@ -149,9 +149,9 @@ class LinkTable:
     def _tell_who_answers(self, route: Route, link: Link, hello: PeerHello, now: float) -> None:
         """Links that wait for an earlier life at that place learn who answers there now."""
         for other in tuple(self._greeting):
-            if other is not link and other.mailbox.route == route and other.mailbox.address:
-                if other.expected not in (None, hello.incarnation):
-                    other.on_hello(hello, now)
+            waits_here = other.mailbox.route == route and bool(other.mailbox.address)
+            if waits_here and other.expected not in (None, hello.incarnation):
+                other.on_hello(hello, now)  # refuses it as stale
 
     def _refuse_twin(self, first: PeerHello, second: PeerHello, route: Route, now: float) -> None:
         """An incarnation is one life of one process: nobody else may speak in its name."""

@@ -298,7 +298,7 @@ class Producer:
         if self._readers_of is not mine:
             self._readers_of = mine
             self._readers.clear()
-        key = (*ranks, *ranks.values())
+        key: tuple[str | int, ...] = (*ranks, *ranks.values())
         known = self._readers.get(key)
         if known is None:
             reader = ranks_from_wire(ranks)

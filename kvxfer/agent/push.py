@@ -389,7 +389,7 @@ class Push:
         """Give up; the first reason stays."""
         if self.error is not None or self.ended or self.draining is not None:
             return
-        self.error = self.handle.error = error  # known at once, published when all is over
+        self.error = self.handle.error = error  # known now, published when all is over
         self._deadline = min(self._deadline, now + self._ctx.timeouts.transfer)
         for part in self._parts():
             part.cancel()

@@ -26,7 +26,7 @@ from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.timers import Timers
 from kvxfer.errors import CapacityError, ConfigError, InvalidInputError
-from kvxfer.policies.timeouts import Timeouts
+from kvxfer.policies.timeouts import Phase, Timeouts
 
 __all__ = ["SchedulerAgent"]
 
@@ -139,10 +139,10 @@ class SchedulerAgent:
         seconds = self.config.lease if lease is None else seconds_of("lease", lease)
         groups = _groups(blocks)
         known = self._open.get((Role.PRODUCER, transfer_id))
-        if known is not None and known.joins(owner) and known.offer is not None:
-            if known.offer.groups == groups:
-                known.join(owner)
-                return known.offer
+        if known is not None and known.joins(owner) and known.holds(groups):
+            known.join(owner)
+            assert known.offer is not None
+            return known.offer
         budget = seconds + self.config.lease_margin + self.config.retry_window
         entry = self._begin(Role.PRODUCER, transfer_id, groups, budget, owner=owner, tag=tag)
         entry.renewable = True
@@ -348,7 +348,7 @@ class SchedulerAgent:
     def _phases(self, *names: str) -> float:
         """The longest that any worker gives these phases together, and the way of its report."""
         timeouts = [w.timeouts for w in self._workers if w.timeouts is not None] or [Timeouts()]
-        return max(sum(getattr(t, n) for n in names) for t in timeouts) + self._grace
+        return max(sum(t.of(Phase(n)) for n in names) for t in timeouts) + self._grace
 
     def _begin(
         self,
@@ -404,6 +404,10 @@ class _Open:
             and owner not in owners
             and not self.combined.published
         )
+
+    def holds(self, groups: tuple[Blocks, ...]) -> bool:
+        """Whether it is a hold of exactly these blocks."""
+        return self.offer is not None and self.offer.groups == groups
 
     def join(self, owner: str | None, groups: tuple[Blocks, ...] = ()) -> None:
         """One more owner, with blocks of its own or the same."""

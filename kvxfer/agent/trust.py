@@ -16,6 +16,7 @@ Without keys nothing is known of anybody, and every message passes.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Trust"]
 
-_PER_PEER = 1024
+_log = logging.getLogger("kvxfer.agent")
+
+_PER_PEER = 8192
 """Incarnations remembered per peer, lately heard of last. One that floods us pushes out its own."""
 _PLACE = ("tp_size", "tp_rank", "pp_size", "pp_rank", "dp_size", "dp_rank")
 """The part of ``ranks`` that says which rank somebody is; the rest follows the caches."""
@@ -45,6 +48,7 @@ class Trust:
         """None without keys: then nothing is checked."""
         self._owner: dict[str, str] = {}
         self._known: dict[str, OrderedDict[str, None]] = {}
+        self._warned: set[str] = set()
 
     def admits(self, sender: str, peer: str, body: wire.Message) -> bool:
         """Whether ``sender`` may be who the key's owner ``peer`` says it is. Refusals are counted.
@@ -65,6 +69,7 @@ class Trust:
             if any(self._owner.get(x, peer) != peer for x in engines):
                 return self._refuse("impostor")
             if any(_name(place) != peer for place in places):
+                self._warn(peer, places)
                 return self._refuse("impostor")
             for incarnation in (sender, *engines):
                 self._introduce(incarnation, peer)
@@ -125,6 +130,18 @@ class Trust:
         if len(known) > _PER_PEER:
             oldest, _ = known.popitem(last=False)
             del self._owner[oldest]
+
+    def _warn(self, peer: str, places: list[str]) -> None:
+        """Most often nobody lies: two allow-lists give one key two names."""
+        if peer not in self._warned and len(self._warned) < _PER_PEER:
+            self._warned.add(peer)
+            said = ", ".join(repr(_name(place)) for place in places)
+            _log.warning(
+                "a hello under the key that our allow-list names %r says that it is %s: refused; a "
+                "key must have the same name in its own file and in every allow-list",
+                peer,
+                said,
+            )
 
     def _refuse(self, why: str) -> bool:
         self._ctx.counters.count(f"messages.refused.{why}")

@@ -30,7 +30,7 @@ def add_arguments(keys: argparse.ArgumentParser) -> None:
     allow = commands.add_parser("allow", help="add a public key to an allow-list")
     allow.add_argument("list", help="a directory (made if it does not exist) or a file")
     allow.add_argument("key", help="a public key file, or a key as `show` prints it")
-    allow.add_argument("--name", default="", help="whose it is, instead of what the file says")
+    allow.add_argument("--name", default="", help="whose it is, if KEY is not a file")
     allow.set_defaults(run=_allow)
 
     forbid = commands.add_parser("forbid", help="remove a key, or all keys of a name, from it")

@@ -101,21 +101,16 @@ class Batch:
             InvalidInputError: lengths differ, a size is not positive, or an offset is negative or
                 beyond int64; an index in the text counts the pieces of the whole batch.
         """
-        return cls.repeated_pieces(pair, local_base, remote_base, Pieces(local, remote, size))
+        members = Members(pair, local_base, remote_base)
+        return cls.repeated_pieces(members, Pieces(local, remote, size))
 
     @classmethod
-    def repeated_pieces(
-        cls,
-        pair: npt.ArrayLike,
-        local_base: npt.ArrayLike,
-        remote_base: npt.ArrayLike,
-        pieces: Pieces,
-    ) -> Batch:
-        """As ``repeated``, with shared pieces that several batches have in common.
+    def repeated_pieces(cls, members: Members, pieces: Pieces) -> Batch:
+        """As ``repeated``, of members and pieces that several batches have in common.
 
-        What is worked out of ``pieces``, such as lists, is then worked out once for all of them.
+        What is worked out of them, such as lists, is then worked out once for all of the batches.
         """
-        return cls._of([Repeated.checked(pair, local_base, remote_base, pieces)])
+        return cls._of([Repeated.checked(members, pieces)])
 
     # ---- the pieces --------------------------------------------------------------------------
 

@@ -59,18 +59,22 @@ def allow(path: str | os.PathLike[str], key: str, *, name: str = "") -> tuple[st
     Args:
         path: a directory, which is made if it does not exist, or an existing file.
         key: a public key file, or the key itself.
-        name: whose it is, in place of what the file says.
+        name: whose it is, where ``key`` is the key itself.
 
     Raises:
         ConfigError: ``key`` is none, the list is not right, or it has the key under another name.
     """
     path = Path(path)
     if os.path.exists(key):
-        said, public = read_public_key(key)
+        whose, public = read_public_key(key)
+        if name and name != whose:
+            raise ConfigError(
+                f"{key} says that it is {whose!r}, not {name!r}",
+                next_step="a key has one name, in its own file and in every allow-list",
+            )
     else:
         public = parse_key(key)
-        said = key_name(public)
-    whose = check_name(name or said)
+        whose = check_name(name or key_name(public))
     try:
         # Nobody else may be able to add to it; two processes may come here at once.
         path.mkdir(mode=0o755, parents=True)

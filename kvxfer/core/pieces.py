@@ -53,13 +53,27 @@ class Members:
     ``pair[m]`` of the path.
     """
 
-    __slots__ = ("_rows", "_start", "_stop", "_vectors")
+    __slots__ = ("_extremes", "_rows", "_start", "_stop", "_vectors")
 
-    def __init__(self, pair: Int32Array, local_base: Int64Array, remote_base: Int64Array) -> None:
-        self._vectors = (pair, local_base, remote_base)
+    def __init__(
+        self, pair: npt.ArrayLike, local_base: npt.ArrayLike, remote_base: npt.ArrayLike
+    ) -> None:
+        """Raises: InvalidInputError: not vectors of integers, or not equally long."""
+        self._vectors: tuple[Int32Array, Int64Array, Int64Array] = (
+            vector("pair", pair, np.int32),
+            vector("local_base", local_base, np.int64),
+            vector("remote_base", remote_base, np.int64),
+        )
+        m, here, there = (len(v) for v in self._vectors)
+        if not m == here == there:
+            raise InvalidInputError(
+                f"pair, local_base and remote_base have lengths {m}, {here} and {there}: "
+                "they must be equal"
+            )
         self._start = 0
-        self._stop = len(pair)
+        self._stop = m
         self._rows: list[tuple[int, int, int]] | None = None
+        self._extremes: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
 
     @property
     def pair(self) -> Int32Array:
@@ -88,6 +102,15 @@ class Members:
         """Over ``rows``."""
         return iter(self.rows)
 
+    @property
+    def extremes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Least and greatest of each column, of members that are not none. Cached."""
+        if self._extremes is None:
+            columns = list(zip(*self.rows, strict=True))
+            low, high = ([f(column) for column in columns] for f in (min, max))
+            self._extremes = ((low[0], low[1], low[2]), (high[0], high[1], high[2]))
+        return self._extremes
+
     def part(self, start: int, stop: int) -> Members:
         """Members ``start`` to ``stop``, without copying."""
         part = Members.__new__(Members)
@@ -95,6 +118,7 @@ class Members:
         part._start = self._start + start
         part._stop = min(self._start + stop, self._stop)
         part._rows = None if self._rows is None else self._rows[start:stop]
+        part._extremes = None
         return part
 
 
@@ -115,28 +139,46 @@ class Pieces:
         "_kept",
         "_lists",
         "_nbytes",
+        "_one",
         "_parts",
+        "_size",
         "local",
         "remote",
-        "size",
     )
 
-    def __init__(self, local: npt.ArrayLike, remote: npt.ArrayLike, size: npt.ArrayLike) -> None:
-        self._set(
-            vector("local", local, np.int64),
-            vector("remote", remote, np.int64),
-            vector("size", size, np.int64),
-        )
-        if not len(self.local) == len(self.remote) == len(self.size):
+    def __init__(
+        self,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        size: npt.ArrayLike | int,
+        *,
+        bounds: tuple[tuple[int, int], tuple[int, int]] | None = None,
+    ) -> None:
+        """``size`` may be one for all. ``bounds``: least and greatest offset of both sides, for
+        callers that know them."""
+        ours: Int64Array = vector("local", local, np.int64)
+        theirs: Int64Array = vector("remote", remote, np.int64)
+        one = size if type(size) is int and 0 < size <= INT64.max else None
+        sizes: Int64Array | None = None
+        if one is None:
+            sizes = vector("size", [size] * len(ours) if type(size) is int else size, np.int64)
+        counts = (len(ours), len(theirs), len(ours) if sizes is None else len(sizes))
+        if not counts[0] == counts[1] == counts[2]:
             raise InvalidInputError(
-                f"local, remote and size have lengths {len(self.local)}, {len(self.remote)} and "
-                f"{len(self.size)}: they must be equal"
+                f"local, remote and size have lengths {counts[0]}, {counts[1]} and "
+                f"{counts[2]}: they must be equal"
             )
+        self._set(ours, theirs, sizes, one)
+        if bounds is not None:
+            self._extremes.update(local=bounds[0], remote=bounds[1])
 
-    def _set(self, local: Int64Array, remote: Int64Array, size: Int64Array) -> None:
+    def _set(
+        self, local: Int64Array, remote: Int64Array, size: Int64Array | None, one: int | None
+    ) -> None:
         self.local = local
         self.remote = remote
-        self.size = size
+        self._size = size
+        self._one = one
         self._nbytes: int | None = None
         self._lists: tuple[list[int], list[int], list[int]] | None = None
         self._extremes: dict[str, tuple[int, int]] = {}
@@ -146,13 +188,30 @@ class Pieces:
         self._kept: dict[Any, Any] = {}
 
     def __len__(self) -> int:
-        return len(self.size)
+        return len(self.local)
+
+    @property
+    def size(self) -> Int64Array:
+        """int64[n], bytes."""
+        if self._size is None:
+            self._size = np.full(len(self.local), self._one, np.int64)
+        return self._size
+
+    @property
+    def one_size(self) -> int:
+        """The size that all pieces have; 0 if they differ, or there are none."""
+        if self._one is None:
+            low, high = self.extremes("size") if len(self) else (0, 0)
+            self._one = low if low == high else 0
+        return self._one
 
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
-            greatest = self.extremes("size")[1] if len(self) else 0
-            self._nbytes = self.one_size * len(self) or exact_sum(self.size, greatest)
+            n = len(self)
+            self._nbytes = self.one_size * n or (
+                exact_sum(self.size, self.extremes("size")[1]) if n else 0
+            )
         return self._nbytes
 
     def lists(self) -> tuple[list[int], list[int], list[int]]:
@@ -166,15 +225,13 @@ class Pieces:
         """Least and greatest value of a vector that is not empty."""
         found = self._extremes.get(name)
         if found is None:
-            values: Int64Array = getattr(self, name)
-            found = self._extremes[name] = (int(values.min()), int(values.max()))
+            if name == "size" and self._one:
+                found = (self._one, self._one)
+            else:
+                values: Int64Array = getattr(self, name)
+                found = (int(values.min()), int(values.max()))
+            self._extremes[name] = found
         return found
-
-    @property
-    def one_size(self) -> int:
-        """The size that all pieces have; 0 if they differ, or there are none."""
-        low, high = self.extremes("size") if len(self) else (0, 0)
-        return low if low == high else 0
 
     def end(self, side: str) -> int:
         """One past the last byte of any piece on that side, from the base. Exact."""
@@ -206,7 +263,9 @@ class Pieces:
         found = self._parts.get((start, stop))
         if found is None:
             found = Pieces.__new__(Pieces)
-            found._set(self.local[start:stop], self.remote[start:stop], self.size[start:stop])
+            one = self.one_size or None
+            size = None if one else self.size[start:stop]
+            found._set(self.local[start:stop], self.remote[start:stop], size, one)
             if len(self._parts) >= _PARTS_KEPT:
                 self._parts.pop(next(iter(self._parts)), None)
             self._parts[start, stop] = found
@@ -327,36 +386,20 @@ class Repeated:
         self.nbytes = count * pieces.nbytes
 
     @classmethod
-    def checked(
-        cls,
-        pair: npt.ArrayLike,
-        local_base: npt.ArrayLike,
-        remote_base: npt.ArrayLike,
-        pieces: Pieces,
-    ) -> Repeated:
+    def checked(cls, members: Members, pieces: Pieces) -> Repeated:
         """Raises: InvalidInputError: in the words that ``Flat.checked`` has for the same pieces."""
-        members = Members(
-            vector("pair", pair, np.int32),
-            vector("local_base", local_base, np.int64),
-            vector("remote_base", remote_base, np.int64),
-        )
-        m = len(members)
-        if not m == len(members.local_base) == len(members.remote_base):
-            raise InvalidInputError(
-                f"pair, local_base and remote_base have lengths {m}, {len(members.local_base)} "
-                f"and {len(members.remote_base)}: they must be equal"
-            )
-        if m and len(pieces):
+        if len(members) and len(pieces):
             cls._check(members, pieces)
         return cls(members, pieces)
 
     @staticmethod
     def _check(members: Members, pieces: Pieces) -> None:
-        lows = [("pair", int(members.pair.min()))]
-        for name, bases in (("local", members.local_base), ("remote", members.remote_base)):
+        lowest, highest = members.extremes
+        lows = [("pair", lowest[0])]
+        for column, name in ((1, "local"), (2, "remote")):
             low, high = pieces.extremes(name)
-            least = int(bases.min()) + low
-            if least < INT64.min or int(bases.max()) + high > INT64.max:
+            least = lowest[column] + low
+            if least < INT64.min or highest[column] + high > INT64.max:
                 raise InvalidInputError(f"{name} holds values outside int64")
             lows.append((name, least))
         lows.append(("size", pieces.extremes("size")[0]))
@@ -421,7 +464,7 @@ class Repeated:
 
     def top_pair(self) -> tuple[int, int]:
         """As ``Flat.top_pair``."""
-        top = max(row[0] for row in self.members.rows)
+        top = self.members.extremes[1][0]
         m = next(i for i, row in enumerate(self.members.rows) if row[0] == top)
         return top, m * len(self.pieces)
 

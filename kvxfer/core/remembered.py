@@ -1,4 +1,4 @@
-"""What has ended and is remembered for a while, so that a late word about it is not taken for new."""
+"""What has ended is remembered for a while, so that a late word about it is not taken for new."""
 
 from __future__ import annotations
 

@@ -155,9 +155,15 @@ class Path:
                 )
 
     def _holds_all(self, batch: Batch) -> bool:
-        """Whether few pieces of one pair lie in its regions: a quick look for the usual case."""
+        """Whether few pieces of one pair, or those of all members, lie in their regions.
+
+        A quick look for the usual cases: False only means that it takes a closer one.
+        """
+        members, shared = batch.members, batch.shared
+        if members is not None and shared is not None:
+            return self._holds_members(members.rows, (shared.end("local"), shared.end("remote")))
         count = len(batch)
-        if count > _FEW or batch.members is not None:
+        if count > _FEW:
             return False
         pair, local, remote, size = batch.lists()
         first = pair[0]
@@ -166,6 +172,16 @@ class Path:
         here, there = self._nbytes[first]
         ends: tuple[int, int] = max(map(add, local, size)), max(map(add, remote, size))
         return ends[0] <= here and ends[1] <= there
+
+    def _holds_members(self, rows: Sequence[tuple[int, int, int]], ends: tuple[int, int]) -> bool:
+        sizes = self._nbytes
+        for pair, local, remote in rows:
+            if pair >= len(sizes):
+                return False
+            here, there = sizes[pair]
+            if local + ends[0] > here or remote + ends[1] > there:
+                return False
+        return True
 
 
 class _UntilClosed(Pollable[T]):
@@ -209,7 +225,7 @@ class Transport(ABC):
         self.revision = 0
         """Rises when ``local_info`` or descriptors change: peers have to be told then."""
         self._changed: collections.deque[Attempt] = collections.deque()
-        self._lost: collections.deque[Peer] = collections.deque()
+        self._ended_peers: collections.deque[Peer] = collections.deque()
         self._waker: Callable[[], None] | None = None
         self._paths: dict[Path, None] = {}
         self._registered: set[Region] = set()
@@ -286,7 +302,7 @@ class Transport(ABC):
         Only on proof: what ended touches no memory any more, and never comes back.  A connection
         that merely broke is no proof.
         """
-        self._lost.append(peer)
+        self._ended_peers.append(peer)
         if self._waker is not None:
             self._waker()
 
@@ -298,7 +314,7 @@ class Transport(ABC):
         An engine that cannot tell returns nothing: then the control channel and the deadlines have
         to notice.
         """
-        return [self._lost.popleft() for _ in range(len(self._lost))]
+        return [self._ended_peers.popleft() for _ in range(len(self._ended_peers))]
 
     def on_change(self, waker: Callable[[], None] | None) -> None:
         """Have ``waker`` called, from any thread, whenever ``progress`` has news.

@@ -82,7 +82,7 @@ def moments(op: str, fault: str) -> list[int]:
     count = steps_of(op, fault) + 3
     if fault == "healthy":
         return list(range(count))
-    return sorted({*range(0, min(count, 60), 4), *range(60, count, 40), count})
+    return sorted({*range(0, min(count, 60), 6), *range(60, count, 60), count})
 
 
 def check_side(world: World, node: Node, when: str) -> None:

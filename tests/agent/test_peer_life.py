@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 import pytest
 from agent_rig import Node, Rig, at
@@ -229,7 +231,7 @@ def test_hellos_to_nobody_back_off(rig: Rig) -> None:
         rig.step()
         if len(frames) > len(times):
             times.extend([rig.clock.now() - before] * (len(frames) - len(times)))
-    pauses = [b - a for a, b in zip(times, times[1:], strict=False)]
+    pauses = [b - a for a, b in itertools.pairwise(times)]
     assert 4 <= len(times) <= 12
     assert pauses == sorted(pauses)
     assert max(times) <= 2.0
@@ -298,7 +300,7 @@ def test_nothing_is_sent_to_a_life_that_has_ended(rig: Rig) -> None:
 
 
 def test_expired_hold_of_a_reader_that_died_without_proof(rig: Rig) -> None:
-    """Promise 5: nobody can prove that the reader ended: its hold is kept to the end of its lease."""
+    """Promise 5: no proof that the reader ended: its hold is kept to the end of its lease."""
     p = rig.node("p", lease=3.0, lease_margin=0.5)
     c = rig.node("c", posts=[Fault(kind=FaultKind.NEVER)])
     c.agent.pull(p.agent.hold("t", at(0, 5)), at(0, 1))

@@ -201,6 +201,8 @@ def test_all_tables_are_back_to_their_start(seed: int) -> None:
         now = census(node.agent)
         # Which side dialled may have changed with a new connection; there are two peers.
         assert now.pop("Mailboxes._by_address") <= now["Mailboxes._by_route"] <= 2
+        # Each link knows the connection before the present one.
+        assert now.pop("Link._old_peers", 0) <= 2
         grown = {k: (start.get(k, 0), n) for k, n in now.items() if n > start.get(k, 0)}
         assert grown == {}, node.name
     kinds = Counter(type(e).__name__ for node in world.rig.nodes for e in node.events)

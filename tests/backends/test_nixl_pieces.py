@@ -11,7 +11,16 @@ from kvxfer.backends._machine import has_rdma_device
 from kvxfer.backends.nixl.binding import describe
 from kvxfer.backends.nixl.config import NixlConfig, apply_environment
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
-from kvxfer.backends.nixl.pieces import MAX_PHASES, Grid, Places, Side, rows_of, unit_of
+from kvxfer.backends.nixl.pieces import (
+    MAX_PHASES,
+    Grid,
+    Places,
+    SharedPlaces,
+    Side,
+    rows_of,
+    unit_of,
+)
+from kvxfer.core.pieces import Pieces
 from kvxfer.errors import ConfigError, WireError
 
 
@@ -70,7 +79,10 @@ def test_members_are_described_as_if_written_out(size, members, offset):
     side = Side.of([(1000 * (i + 1), 200 + size, i) for i in range(3)])
     pair = np.array([p for p, _ in members], np.int32)
     base = np.array([b for _, b in members], np.int64)
-    few = Places(pair=pair, base=base, offset=np.array(offset, np.int64))
+    sizes = np.arange(1, len(offset) + 1)
+    few = SharedPlaces(
+        pair=pair, base=base, pieces=Pieces([0] * len(offset), offset, sizes), side="remote"
+    )
     all_ = Places(pair=np.repeat(pair, len(offset)), offset=np.add.outer(base, offset).reshape(-1))
     grid = Grid.over(side, size, few.sample)
     other = Grid.over(side, size, all_.sample)
@@ -78,10 +90,9 @@ def test_members_are_described_as_if_written_out(size, members, offset):
     for step in range(1, size + 1):
         if size % step == 0:
             trial = Grid(size=size, step=step, first=grid.first)
-            assert trial.holds(few.sample) == trial.holds(all_.sample)
+            assert few.lie_on(trial) == all_.lie_on(trial)
     assert few.index(grid).tolist() == all_.index(grid).tolist()
     assert few.index(grid).dtype == np.int32
-    sizes = np.arange(1, len(offset) + 1)
     rows = few.rows(side, sizes)
     assert rows.tolist() == all_.rows(side, np.tile(sizes, len(members))).tolist()
 
@@ -97,9 +108,14 @@ def test_few_joined_pieces_are_parted_again():
     parted = flat.in_units(size, 8)
     assert parted.pair.tolist() == [0, 1, 1, 0, 1, 1]
     assert parted.offset.tolist() == [0, 100, 108, 200, 300, 400]
-    few = Places(pair=np.array([3, 2], np.int32), offset=np.arange(5) * 100, base=np.array([0, 7]))
-    assert few.in_units(size, 8).offset.tolist() == parted.offset.tolist()
-    assert few.in_units(size, 8).pair is few.pair
+    pieces = Pieces(np.arange(5) * 100, np.arange(5) * 1000, size)
+    pair = np.array([3, 2], np.int32)
+    few = SharedPlaces(pair=pair, base=np.array([0, 7]), pieces=pieces, side="local").in_units(
+        size, 8
+    )
+    assert few.pieces.local.tolist() == parted.offset.tolist()
+    assert few.pieces.remote.tolist() == [0, 1000, 1008, 2000, 3000, 4000]
+    assert few.pieces.one_size == 8
     assert flat.in_units(np.full(5, 8), 8) is flat
 
 

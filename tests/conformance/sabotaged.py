@@ -13,7 +13,7 @@ import attrs
 from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
 from kvxfer.backends.shm import ShmTransport
 from kvxfer.core.attempt import Attempt, AttemptState
-from kvxfer.core.batch import Batch
+from kvxfer.core.batch import Batch, Members
 from kvxfer.core.pollable import Deferred, Ready
 from kvxfer.core.transport import Fence, Transport
 from kvxfer.core.verdict import EngineError, Op
@@ -89,9 +89,9 @@ class ForgetsTheBasesOfMembers(Honest):
     def _post(self, attempt):
         batch = attempt.batch
         if batch.members is not None:
-            pieces = batch.shared
             zero = batch.members.local_base * 0
-            attempt.batch = Batch.repeated_pieces(batch.members.pair, zero, zero, pieces)
+            members = Members(batch.members.pair, zero, zero)
+            attempt.batch = Batch.repeated_pieces(members, batch.shared)
         super()._post(attempt)
 
 

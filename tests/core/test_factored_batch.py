@@ -10,7 +10,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from kvxfer.backends.loopback import LoopbackTransport
-from kvxfer.core.batch import Batch, Pieces
+from kvxfer.core.batch import Batch, Members, Pieces
 from kvxfer.core.memory import Descriptor, Region, Span
 from kvxfer.core.transport import Path, Peer, PeerInfo
 from kvxfer.errors import InvalidInputError
@@ -178,10 +178,25 @@ def test_joined_batches_hold_all_pieces_in_order(
     same(Batch.concat(cuts), flat)
 
 
+def test_one_size_for_all_is_as_good_as_a_vector() -> None:
+    """A number in the place of the sizes is that many bytes for every piece, and checked alike."""
+    offsets = [3, 0, 9]
+    one = Batch.repeated_pieces(Members([0, 1], [0, 5], [2, 0]), Pieces(offsets, offsets, 4))
+    same(one, Batch.repeated([0, 1], [0, 5], [2, 0], offsets, offsets, [4] * 3))
+    assert one.shared_lists() == (offsets, offsets, [4] * 3)
+    assert one.shared is not None
+    assert one.shared.one_size == 4
+    assert [cut.nbytes for cut in one.cut(max_pieces=2, max_nbytes=3)] == [3, 1] * 6
+    for size, text in ((0, r"size\[0\] is 0, below 1"), (2**63, "size holds values outside int64")):
+        with pytest.raises(InvalidInputError, match=text):
+            Batch.repeated_pieces(Members([0], [0], [0]), Pieces(offsets, offsets, size))
+    assert not len(Batch.repeated_pieces(Members([0], [0], [0]), Pieces([], [], 4)))
+
+
 def test_batches_of_the_same_pieces_join_factored() -> None:
     """What ``cut`` parted at members, ``concat`` puts together again."""
     pieces = Pieces([0, 8], [8, 0], [8, 8])
-    one = Batch.repeated_pieces([0, 1, 2, 2], [0, 0, 0, 64], [0, 0, 64, 0], pieces)
+    one = Batch.repeated_pieces(Members([0, 1, 2, 2], [0, 0, 0, 64], [0, 0, 64, 0]), pieces)
     parts = one.cut(max_pieces=2, max_nbytes=2**62)
     assert len(parts) == 4
     again = Batch.concat(parts)

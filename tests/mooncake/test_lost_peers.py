@@ -112,7 +112,7 @@ def test_stopped_peer_lands_late(rig):
     assert attempt.state is AttemptState.FAILED
     assert attempt.drained_by == "late completion"
     assert all(landed(r, BLOCKS))
-    r.until(lambda: not r.transport._flights, "nothing under way")
+    r.until(lambda: not r.transport._flights.under_way, "nothing under way")
     assert far.info.incarnation not in r.transport._remotes
     assert r.read(r.connect(healthy), BLOCKS).state is AttemptState.DONE
 

@@ -217,7 +217,7 @@ def test_the_places_for_identities_come_back(rig):
     free = len(r.transport._tokens._free)
     for _ in range(50):
         assert r.read(path, FIRST).state is AttemptState.DONE
-    r.until(lambda: not r.transport._flights, "nothing under way")
+    r.until(lambda: not r.transport._flights.under_way, "nothing under way")
     assert len(r.transport._tokens._free) == free
     assert (path.remote.pieces, path.remote.flights) == (0, 0)
     r.answer(r.transport.disconnect(r.peer))

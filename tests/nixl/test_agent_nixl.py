@@ -106,7 +106,7 @@ def test_a_stopped_producer_process(sides):
     wait, and the second pull has failed by its deadline, as a value."""
     from kvxfer import Offer
 
-    consumer = sides(6, connect=2, queue=2, transfer=4, drain=2)
+    consumer = sides(6, connect=20, queue=2, transfer=6, drain=2)
     child = subprocess.Popen(
         [sys.executable, "-c", PRODUCER],
         stdin=subprocess.PIPE,
@@ -127,7 +127,7 @@ def test_a_stopped_producer_process(sides):
         second = consumer.agent.pull(offers[1], Blocks.at(0, [20, 21, 22]))
         consumer.agent.poll()
         assert time.monotonic() - start < 3.0, "the caller waited"
-        assert consumer.agent.wait(second, timeout=20), "not terminal by its deadline"
+        assert consumer.agent.wait(second, timeout=60), "not terminal by its deadline"
         assert second.error is not None
     finally:
         child.kill()

@@ -229,8 +229,8 @@ class Instance:
             for rank in range(tp)
         ]
         if latent:
-            for node in self.nodes:
-                make_latent(node)
+            for each in self.nodes:
+                make_latent(each)
         self.scheduler = SchedulerAgent([node.agent.info for node in self.nodes])
         self.events: list[Event] = []
         self._taken = [0] * tp

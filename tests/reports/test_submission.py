@@ -1,7 +1,7 @@
 """Reports O01 to O08 at the agent: refusals, retries, silence, storms, orphaned work.
 
-The rules are tested in ``tests/policies/test_rules.py``, retries in ``test_retry.py``, admission and
-the circuit breaker in tests of their own there.
+The rules are tested in ``tests/policies/test_rules.py``, retries in ``test_retry.py``, admission
+and the circuit breaker in tests of their own there.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "holds a secret key" in run(capsys, "allow", allowed, secret, status=2)[1]
     run(capsys, "allow", allowed, secret + ".pub")
     error = run(capsys, "allow", allowed, secret + ".pub", "--name", "b", status=2)[1]
+    assert "'a', not 'b'" in error
+    error = run(capsys, "allow", allowed, read_key_pair(secret).public.hex(), status=2)[1]
     assert "as 'a'" in error
     assert "64 hexadecimal" in run(capsys, "allow", allowed, "nonsense", status=2)[1]
     assert "no key and no name" in run(capsys, "forbid", allowed, "nobody", status=2)[1]

@@ -83,7 +83,7 @@ def test_stolen_incarnation(trio: tuple[Node, Node, Mallory], body: Any, met: bo
     until(lambda: producer.holds == 0, "the real release")
 
 
-@pytest.mark.parametrize("ticket", ["", "0" * 32, "x" * 64, "\udcff"[:0] + "é" * 32])
+@pytest.mark.parametrize("ticket", ["", "0" * 32, "x" * 64, "é" * 32])
 def test_no_ticket(trio: tuple[Node, Node, Mallory], ticket: str) -> None:
     """A peer that was not handed the offer cannot open, release or decline under its own name
     either, however well it guesses transfer ids and epochs."""

@@ -1,8 +1,7 @@
-"""Remote engines, the pieces under way with them, and what became of a peer that failed one."""
+"""Remote engines, connections and paths to them, and what became of one that failed a piece."""
 
 from __future__ import annotations
 
-import collections
 from typing import TYPE_CHECKING
 
 import attrs
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
     from kvxfer.backends.mooncake.wire import EngineAddress
     from kvxfer.core.attempt import Attempt
     from kvxfer.core.memory import Descriptor, Region
-    from kvxfer.core.pollable import Pollable
     from kvxfer.core.verdict import EngineError
 
-__all__ = ["Diagnosis", "Flight", "MooncakePath", "MooncakePeer", "Remote", "diagnose"]
+__all__ = ["Diagnosis", "MooncakePath", "MooncakePeer", "Remote", "diagnose"]
 
 
 class Remote:
@@ -87,23 +85,6 @@ class MooncakePath(Path):
     def remote_ranges(self, attempt: Attempt) -> list[tuple[int, int]]:
         """Address and bytes of the whole remote regions that the attempt touches."""
         return [(self.remote_base[p], int(self.remote_nbytes[p])) for p in attempt.batch.used_pairs]
-
-
-@attrs.define(eq=False)
-class Flight:
-    """The pieces of one attempt, in the order of their submits, or of one look at an identity."""
-
-    remote: Remote
-    attempt: Attempt | None = None
-    pending: collections.deque[int] = attrs.field(factory=collections.deque)
-    pieces: int = 0
-    """Submitted."""
-    slot: int | None = None
-    """Where the peer's identity is read into."""
-    failed: int = 0
-    cut: bool = False
-    """The engine did not take all pieces."""
-    diagnosis: Pollable[Diagnosis] | None = None
 
 
 @attrs.frozen(kw_only=True)

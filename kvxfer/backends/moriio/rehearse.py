@@ -1,7 +1,7 @@
 """``python -m kvxfer.backends.moriio.rehearse OPTIONS``: the child of a rehearsal.
 
-Exits with 0 where all went well, with ``UNABLE`` where it could not try, with ``IMPOSSIBLE`` where it
-knows that the engine would end the process; the engine ends it otherwise.
+Exits with 0 where all went well, with ``UNABLE`` where it could not try, with ``IMPOSSIBLE`` where
+it knows that the engine would end the process; the engine ends it otherwise.
 """
 
 from __future__ import annotations

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import attrs
 import numpy as np
 
 from kvxfer.backends.nixl.binding import device_of
-from kvxfer.backends.nixl.pieces import Grid, Int32Array, Places, Side, UInt64Array, unit_of
+from kvxfer.backends.nixl.pieces import (
+    Grid,
+    Int32Array,
+    Places,
+    SharedPlaces,
+    Side,
+    UInt64Array,
+    unit_of,
+)
 from kvxfer.core.transport import Path, Peer, PeerInfo, Transport
 from kvxfer.errors import InvalidInputError
 
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from kvxfer.core.verdict import Op
 
 __all__ = ["NixlPath", "NixlPeer"]
+
+AnyPlaces = Union[Places, SharedPlaces]  # noqa: UP007 - evaluated at run time on 3.10
 
 MAX_GRIDS = 16
 """Piece sizes that a path keeps prepared lists for. Further ones are described piece by piece."""
@@ -46,8 +56,8 @@ class _Lists:
     local_list: Any
     remote_list: Any
 
-    def hold(self, local: Places, remote: Places) -> bool:
-        return self.local.holds(local.sample) and self.remote.holds(remote.sample)
+    def hold(self, local: AnyPlaces, remote: AnyPlaces) -> bool:
+        return local.lie_on(self.local) and remote.lie_on(self.remote)
 
 
 class _Kin:
@@ -67,7 +77,7 @@ class _Kin:
         """Replaced by finer ones; released with the path."""
 
     def lists_for(
-        self, agent: Agent, name: str, size: int, local_at: Places, remote_at: Places
+        self, agent: Agent, name: str, size: int, local_at: AnyPlaces, remote_at: AnyPlaces
     ) -> _Lists | None:
         """Prepared lists that hold every piece there, made if need be."""
         found = self.lists.get(size)
@@ -140,7 +150,8 @@ class NixlPath(Path):
             whatever NIXL raises: nothing was posted.
         """
         kin, local, remote, size = self._places(batch)
-        unit = unit_of(size)
+        shared = batch.shared
+        unit = unit_of(size) if shared is None else shared.one_size or unit_of(size)
         if unit:
             local, remote = local.in_units(size, unit), remote.in_units(size, unit)
             lists = kin.lists_for(agent, self.remote.name, unit, local, remote)
@@ -163,17 +174,18 @@ class NixlPath(Path):
         kin, local, remote, size = self._places(batch)
         return local.rows(kin.local, size), remote.rows(kin.remote, size)
 
-    def _places(self, batch: Batch) -> tuple[_Kin, Places, Places, Int64Array]:
+    def _places(self, batch: Batch) -> tuple[_Kin, AnyPlaces, AnyPlaces, Int64Array]:
         """Where the pieces begin on both sides, and the size of each or of each shared one."""
         members, shared = batch.members, batch.shared
-        kin, place = self._kin_for(batch.pair if members is None else members.pair)
         if members is None or shared is None:
+            kin, place = self._kin_for(batch.pair)
             local = Places(pair=place, offset=batch.local)
             return kin, local, Places(pair=place, offset=batch.remote), batch.size
+        kin, place = self._kin_for(members.pair)
         return (
             kin,
-            Places(pair=place, offset=shared.local, base=members.local_base),
-            Places(pair=place, offset=shared.remote, base=members.remote_base),
+            SharedPlaces(pair=place, base=members.local_base, pieces=shared, side="local"),
+            SharedPlaces(pair=place, base=members.remote_base, pieces=shared, side="remote"),
             shared.size,
         )
 

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.core.batch import Int64Array
-from kvxfer.core.pieces import chop
+from kvxfer.core.pieces import Pieces, chop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Grid", "Places", "Side", "rows_of", "unit_of"]
+__all__ = ["Grid", "Places", "SharedPlaces", "Side", "rows_of", "unit_of"]
 
 _MORE = 4
 """Pieces are parted for a prepared list if that makes them more by at most a fourth."""
@@ -100,73 +100,141 @@ class Grid:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Places:
-    """Where the pieces of a batch begin on one side.
-
-    ``pair`` and ``offset`` are one per piece.  With ``base``, ``pair`` and ``base`` are one per
-    member, and every member has all the offsets, from its base on.
-    """
+    """Where the pieces of a batch begin on one side: pair and offset of each."""
 
     pair: Int32Array
     offset: Int64Array
-    base: Int64Array | None = None
 
     def in_units(self, size: Int64Array, unit: int) -> Places:
         """The same bytes in pieces of ``unit`` bytes each; see ``unit_of``."""
         if int(size.max()) == unit:
             return self
         index, step, _ = chop(size, unit)
-        pair = self.pair if self.base is not None else self.pair[index]
-        return Places(pair=pair, offset=self.offset[index] + step, base=self.base)
+        return Places(pair=self.pair[index], offset=self.offset[index] + step)
 
     @property
     def sample(self) -> Int64Array:
-        """Offsets that lie on a grid if and only if all pieces do."""
-        if self.base is None:
-            return self.offset
-        return np.concatenate((self.base[0] + self.offset, self.base + self.offset[0]))
+        """Offsets that have the common divisors of all."""
+        return self.offset
+
+    def lie_on(self, grid: Grid) -> bool:
+        """Whether all pieces do."""
+        return grid.holds(self.offset)
 
     def index(self, grid: Grid) -> Int32Array:
         """The index of each piece in the list that was prepared from ``grid``."""
-        if self.base is None:
-            return grid.index(self.pair, self.offset)
-        found = np.empty((len(self.base), len(self.offset)), np.int32)
-        block, rest = np.divmod(self.base, grid.size)
-        order = np.argsort(rest, kind="stable")
-        # Layers begin at multiples of their pieces, or all at the same distance from one.
-        starts = np.flatnonzero(np.diff(rest[order], prepend=-1)).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
-            members = order[start:stop]
-            more, phase = np.divmod(self.offset + rest[members[0]], grid.size)
-            phase //= grid.step
-            if phase.any():
-                for member in members.tolist():
-                    first = grid.first[self.pair[member], phase]
-                    np.add(first, more + block[member], out=found[member], casting="unsafe")
-            else:
-                first = grid.first[self.pair[members], 0] + block[members]
-                found[members] = np.add.outer(first.astype(np.int32), more.astype(np.int32))
-        return found.reshape(-1)
+        return grid.index(self.pair, self.offset)
 
     def rows(self, side: Side, size: Int64Array) -> UInt64Array:
-        """Every piece for itself: address, length, device. ``size`` is one per offset."""
-        if self.base is None:
-            return rows_of(side, self.pair, self.offset, size)
-        rows = np.empty((len(self.base), len(self.offset), 3), np.uint64)
+        """Every piece for itself: address, length, device."""
+        return rows_of(side, self.pair, self.offset, size)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SharedPlaces:
+    """As ``Places``, where every member has the same pieces from its base on.
+
+    What does not depend on the members is kept with the pieces: other posts of the request have
+    other members.
+    """
+
+    pair: Int32Array
+    base: Int64Array
+    pieces: Pieces
+    side: str
+    """``"local"`` or ``"remote"``."""
+
+    def in_units(self, _: Int64Array, unit: int) -> SharedPlaces:
+        if self.pieces.one_size == unit:
+            return self
+        return attrs.evolve(self, pieces=self.pieces.keep(_InUnits(unit)))
+
+    @property
+    def sample(self) -> Int64Array:
+        offset: Int64Array = getattr(self.pieces, self.side)
+        return np.concatenate((self.base[0] + offset, self.base + offset[0]))
+
+    def lie_on(self, grid: Grid) -> bool:
+        rest = self.pieces.keep(_Rest(self.side, grid.step))
+        return rest >= 0 and not bool(((self.base + rest) % grid.step).any())
+
+    def index(self, grid: Grid) -> Int32Array:
+        found = np.empty((len(self.base), len(self.pieces)), np.int32)
+        block, rest = np.divmod(self.base, grid.size)
+        # Layers begin at multiples of their pieces, or all at the same distance from one.
+        for value in np.unique(rest).tolist():
+            members = np.flatnonzero(rest == value)
+            more, phase = self.pieces.keep(_Divided(self.side, value, grid.size, grid.step))
+            if phase is None:
+                first = grid.first[self.pair[members], 0] + block[members]
+                found[members] = np.add.outer(first.astype(np.int32), more)
+                continue
+            for member in members.tolist():
+                first = grid.first[self.pair[member], phase] + block[member]
+                np.add(first, more, out=found[member], casting="unsafe")
+        return found.reshape(-1)
+
+    def rows(self, side: Side, _: Int64Array) -> UInt64Array:
+        pattern = self.pieces.keep(_Rows(self.side))
+        rows = np.empty((len(self.base), *pattern.shape), np.uint64)
         start = side.address[self.pair] + self.base.astype(np.uint64)
         device = side.device[self.pair]
-        pattern = np.empty((len(self.offset), 3), np.uint64)
-        pattern[:, 0] = self.offset.astype(np.uint64)  # below zero it wraps, and back again
-        pattern[:, 1] = size
-        pattern[:, 2] = device[0]
-        same_device = bool((device == device[0]).all())
-        step = max(_STEP // max(len(self.offset), 1), 1)
+        step = max(_STEP // max(len(pattern), 1), 1)
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             part[:] = pattern
             part[:, :, 0] += start[first : first + step, None]
-            if not same_device:
+            if device.any():
                 part[:, :, 2] = device[first : first + step, None]
         return rows.reshape(-1, 3)
+
+
+@attrs.frozen
+class _InUnits:
+    unit: int
+
+    def __call__(self, pieces: Pieces) -> Pieces:
+        index, step, _ = chop(pieces.size, self.unit)
+        return Pieces(pieces.local[index] + step, pieces.remote[index] + step, self.unit)
+
+
+@attrs.frozen
+class _Rest:
+    """What every offset leaves when divided by ``step``; -1 if they differ."""
+
+    side: str
+    step: int
+
+    def __call__(self, pieces: Pieces) -> int:
+        rest = getattr(pieces, self.side) % self.step
+        return int(rest[0]) if bool((rest == rest[0]).all()) else -1
+
+
+@attrs.frozen
+class _Divided:
+    """Offsets as blocks and phases, for members whose base leaves ``rest``."""
+
+    side: str
+    rest: int
+    size: int
+    step: int
+
+    def __call__(self, pieces: Pieces) -> tuple[Int32Array, Int64Array | None]:
+        more, phase = np.divmod(getattr(pieces, self.side) + self.rest, self.size)
+        phase //= self.step
+        return more.astype(np.int32), phase if phase.any() else None
+
+
+@attrs.frozen
+class _Rows:
+    side: str
+
+    def __call__(self, pieces: Pieces) -> UInt64Array:
+        pattern = np.zeros((len(pieces), 3), np.uint64)
+        # Below zero it wraps, and back again.
+        pattern[:, 0] = getattr(pieces, self.side).astype(np.uint64)
+        pattern[:, 1] = pieces.one_size or pieces.size
+        return pattern
 
 
 def unit_of(size: Int64Array) -> int:

@@ -39,7 +39,7 @@ def merge(batch: Batch) -> Batch:
         if first is None:
             return batch
         pieces = Pieces(shared.local[first], shared.remote[first], size)
-        return Batch.repeated_pieces(members.pair, members.local_base, members.remote_base, pieces)
+        return Batch.repeated_pieces(members, pieces)
     pair, local, remote = batch.pair, batch.local, batch.remote
     first, size = _runs(local, remote, batch.size, pair)
     return batch if first is None else Batch(pair[first], local[first], remote[first], size)

@@ -38,7 +38,7 @@ class Borders:
 
 
 def merge_order(
-    local: Int64Array, remote: Int64Array, size: Int64Array, pair: Int32Array | None
+    local: Int64Array, remote: Int64Array, size: Int64Array | int, pair: Int32Array | None
 ) -> tuple[Int64Array | None, Int64Array, Int64Array] | None:
     """How to merge: ``(order or None, index of each run's first piece, run sizes)``.
 
@@ -46,8 +46,12 @@ def merge_order(
     nothing can be merged.
     """
     n = len(local)
-    if n < 2 or (pair is None and _nothing_touches(local, remote, size)):
+    if n < 2:
         return None
+    if isinstance(size, int):
+        if pair is None and _nothing_touches(local, remote, size):
+            return None
+        size = np.full(n, size, np.int64)
     order: Int64Array | None = None
     rises = local[1:] > local[:-1]
     if pair is not None:
@@ -68,29 +72,30 @@ def merge_order(
     return order, first, np.add.reduceat(size, first)
 
 
-def _nothing_touches(local: Int64Array, remote: Int64Array, size: Int64Array) -> bool:
-    """Whether it is certain, at a fraction of the cost of sorting everything.
+def _nothing_touches(local: Int64Array, remote: Int64Array, size: int) -> bool:
+    """Whether that is certain for pieces of one size, at a fraction of the cost of sorting them.
 
     Random block ids are the usual case: neighbours on one side, but not on both.
     """
     n = len(local)
     bits = n.bit_length()
-    low, step = int(local.min()), int(size[0])
-    if int(local.max()) - low >= 1 << (63 - bits) or not bool((size == step).all()):
+    low = int(local.min())
+    if int(local.max()) - low >= 1 << (63 - bits):
         return False
+    # Offset and index in one number: sorting those is many times quicker than sorting indices.
     key = local - low
     key <<= bits
     key |= np.arange(n, dtype=np.int64)
     key.sort()
-    sorted_ = key >> bits
-    rises = sorted_[1:] - sorted_[:-1]
-    after = np.flatnonzero(rises == step) + 1
+    offsets = key >> bits
+    rises = offsets[1:] - offsets[:-1]
+    if not int(rises.min()):
+        return False  # two at one offset (a source may be read twice) stand in no order
+    after = np.flatnonzero(rises == size) + 1
     if not len(after):
-        return bool(rises.all())
+        return True
     key &= (1 << bits) - 1
-    touch = remote[key[after]] == remote[key[after - 1]] + step
-    # Pieces at one offset (a source may be read twice) stand in no order: look at them all.
-    return not bool(touch.any()) and bool(rises.all())
+    return not bool((remote[key[after]] == remote[key[after - 1]] + size).any())
 
 
 def cut(

@@ -74,6 +74,7 @@ def fused(group: PlanGroup) -> list[PlanGroup]:
                 local=local[heads],
                 remote=remote[heads],
                 gaps=gaps_of(pair[heads], local[heads], remote[heads]),
+                kept={},
             )
         )
     return found
@@ -104,9 +105,12 @@ def _fits_gaps(group: PlanGroup) -> bool:
     """Whether each layer ends before the next one begins, on one side at least."""
     if min(group.gaps) == INT64_MAX:
         return True
-    size = group.plan.piece_nbytes or group.plan.size
-    for offsets, gap in zip((group.plan.local, group.plan.remote), group.gaps, strict=True):
-        if int((offsets + size).max()) - int(offsets.min()) < gap:
+    plan = group.plan
+    for offsets, (low, high), gap in zip(
+        (plan.local, plan.remote), plan.bounds, group.gaps, strict=True
+    ):
+        end = high + plan.piece_nbytes if plan.piece_nbytes else int((offsets + plan.size).max())
+        if end - low < gap:
             return True
     return False
 

@@ -19,8 +19,9 @@ __all__ = ["PlanCache"]
 class PlanCache:
     """Plans by (geometries, heads, ids, pairing rule), least recently used out first.
 
-    Bounded by entries and by pieces (24 bytes each, and the ids in the key beside them).  Keys hold
-    everything that a plan depends on, so a hit is exact.  Safe to use from several threads.
+    Bounded by entries and by pieces: 24 bytes each, the ids in the key beside them, and what
+    was kept with a plan (its merged form, lists, what ``Plan.keep`` made).  Keys hold everything
+    that a plan depends on, so a hit is exact.  Safe to use from several threads.
     """
 
     def __init__(self, *, max_plans: int = 256, max_pieces: int = 2**22) -> None:

@@ -154,6 +154,9 @@ class Shared:
     def _measured(self) -> tuple[int, int]:
         return gaps_of(self.pair, self.local_base, self.remote_base)
 
+    kept: dict[Any, Any] = attrs.field(init=False, factory=dict, repr=False)
+    """See ``PlanGroup.keep``."""
+
 
 class Layers(tuple[LayerPair, ...]):
     """Layer pairs with what geometry alone decides: groups that share a plan, and refusals.

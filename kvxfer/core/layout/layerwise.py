@@ -96,6 +96,7 @@ def plan_layers(
                     shared.local.block_stride,
                     shared.remote.block_stride,
                     shared.gaps,
+                    shared.kept,
                 )
             )
             owners.append(owner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
@@ -14,13 +14,15 @@ from kvxfer.core.layout.plan import Plan, checked_address
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from kvxfer.core.layout.plan import Uncovered
 
 __all__ = ["LayersPlan", "PairedPlan", "PlanGroup"]
+
+T = TypeVar("T")
 
 
 class PairedPlan:
@@ -171,6 +173,7 @@ class PlanGroup:
         group, remote_group: index of the id list on either side.
         local_row, remote_row: the layouts' block strides in bytes, 0 if not known.
         gaps: least distance in bytes between two layers of one pair, on either side.
+        kept: what ``keep`` has made; the same for all requests of these layers.
     """
 
     plan: Plan
@@ -187,6 +190,18 @@ class PlanGroup:
     @gaps.default
     def _measured(self) -> tuple[int, int]:
         return gaps_of(self.pair, self.local, self.remote)
+
+    kept: dict[Any, Any] = attrs.field(factory=dict, repr=False)
+
+    def keep(self, make: Callable[[PlanGroup], T]) -> T:
+        """``make(self)``, made once for these layers: of their pairs and offsets, not of the plan.
+
+        ``make`` must be the same object each time.
+        """
+        found: T | None = self.kept.get(make)
+        if found is None:
+            found = self.kept[make] = make(self)
+        return found
 
     def __len__(self) -> int:
         return len(self.pair) * len(self.plan)

@@ -78,6 +78,7 @@ class Plan:
     """
 
     __slots__ = (
+        "_bounds",
         "_kept",
         "_lists",
         "_merged",
@@ -96,6 +97,7 @@ class Plan:
     _lists: tuple[list[int], list[int], list[int]] | None
     _merged: Plan | Literal[False] | None
     _kept: dict[Any, Any]
+    _bounds: tuple[tuple[int, int], tuple[int, int]] | None
     piece_nbytes: int | None
     """The size that all pieces have, or None if sizes differ."""
     uncovered: Uncovered
@@ -124,7 +126,7 @@ class Plan:
         plan.local = local
         plan.remote = remote
         plan.uncovered = uncovered
-        plan._lists = plan._merged = None
+        plan._lists = plan._merged = plan._bounds = None
         plan._kept = {}
         if isinstance(size, int):
             plan._size = None
@@ -189,9 +191,20 @@ class Plan:
         plan.piece_nbytes = self.piece_nbytes
         plan.nbytes = self.nbytes
         plan.uncovered = self.uncovered
-        plan._lists = plan._merged = None
+        plan._lists = plan._merged = plan._bounds = None
         plan._kept = {}
         return plan
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Least and greatest offset, local and remote, of a plan that is not empty. Cached."""
+        if self._bounds is None:
+            local, remote = self.local, self.remote
+            self._bounds = (
+                (int(local.min()), int(local.max())),
+                (int(remote.min()), int(remote.max())),
+            )
+        return self._bounds
 
     def keep(self, make: Callable[[Plan], T]) -> T:
         """``make(self)``, made once and kept with this plan, and so with a cache that holds it.
@@ -210,7 +223,7 @@ class Plan:
         their local offsets.
         """
         if self._merged is None:
-            found = merge_order(self.local, self.remote, self.size, None)
+            found = merge_order(self.local, self.remote, self.piece_nbytes or self.size, None)
             if found is None:
                 self._merged = False  # not itself: that would be a cycle
             else:

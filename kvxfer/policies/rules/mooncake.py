@@ -40,9 +40,7 @@ TABLE = RuleTable(
             action=Action.REHANDSHAKE,
         ),
         # Stopped, or its network is away: it may come back, and the engine dials again by itself.
-        _on.transient(
-            "peer_silent", "the peer's engine does not answer", kind=ErrorKind.TIMEOUT
-        ),
+        _on.transient("peer_silent", "the peer's engine does not answer", kind=ErrorKind.TIMEOUT),
         _on.transient(
             "unreachable", "the peer's address cannot be reached", kind=ErrorKind.CONNECTION
         ),

@@ -146,6 +146,9 @@ def test_alive_turns_false_without_traffic(near, make_child):
     child.kill()
     until(lambda: not path.peer.alive, "the end noticed")
     assert woken.wait(LIMIT)
+    lost = near.transport.lost_peers()
+    assert lost == [path.peer]
+    assert near.transport.lost_peers() == []
     # Its memory was let go of.
     until(lambda: not path.peer.mappings, "unmapped")
 
