@@ -122,8 +122,8 @@ class Engine:
             self.links.on_route_lost(route, now)
         inbound = self.ctx.channel.receive(_BUDGET)
         more = more or len(inbound) == _BUDGET
-        # Read after what came, so that no grant is counted from before its request was sent, however
-        # long this process was held up in between.
+        # Read after what came, so that no grant is counted from before its request was sent,
+        # however long this process was held up in between.
         came = max(now, self.ctx.clock.now())
         # Whatever the messages are about, the keeper knew of it before: see ``keeping``.
         self.ctx.keeping.collect(came)

@@ -120,7 +120,7 @@ class LocalHello:
     caches: Caches
     versions: tuple[int, int] = (wire.WIRE_MIN, wire.WIRE_MAX)
     revision: int = 0
-    keeper: wire.KeeperWire = wire.KeeperWire("", 0)
+    keeper: wire.KeeperWire = attrs.field(factory=lambda: wire.KeeperWire("", 0))
 
     def message(self, *, answer: bool, session: int) -> wire.Hello:
         return wire.Hello(

@@ -138,6 +138,7 @@ class Keeping:
         self._died_at = -math.inf
         self._why = ""
         self._ready = False
+        self._ready_at = -math.inf
         self._began = 0.0
         self._questions = 0
         self._asked: dict[str, Hold] = {}
@@ -408,7 +409,7 @@ class Keeping:
         self._ready = True
         self.address = address
         self._ctx.counters.count("keeper.started")
-        self._heard_at = now  # it knows of no renewals from before
+        self._ready_at = self._heard_at = now  # it knows of no renewals from before
         for link in self._hooks.links():
             self.met(link)
         seq = self._hooks.next_seq()

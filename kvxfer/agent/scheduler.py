@@ -84,6 +84,11 @@ class SchedulerAgent:
         """Transfers that failed and of which no worker has said that they are drained."""
         return tuple(transfer_id for _, transfer_id in self._quarantined)
 
+    @property
+    def full(self) -> bool:
+        """Whether new transfers are refused because too many are in quarantine."""
+        return len(self._quarantined) >= self.config.limits.quarantined
+
     def set_workers(self, workers: Iterable[o.WorkerInfo]) -> None:
         """Learn how the workers can be reached: all ranks of the instance, each once.
 
@@ -365,7 +370,7 @@ class SchedulerAgent:
                 f"transfer {transfer_id!r} is under way already as {role.value}",
                 next_step="wait for its event, or use another id",
             )
-        if len(self._quarantined) >= self.config.limits.quarantined:
+        if self.full:
             raise CapacityError(
                 f"{len(self._quarantined)} transfers are in quarantine: the limit",
                 next_step="restart the workers that are silent (worker_lost), or reclaim",

@@ -129,7 +129,8 @@ class KeptNode:
                 found.append(watched.granted_until)
                 if self.keeper is not None and self.keeper.keeper is not None:
                     entry = self.keeper.keeper.watches._entries.get(ref)
-                    found.append(entry.granted_until if entry is not None else -1e9)
+                    if entry is not None and entry.since >= watched.since:  # not of an earlier pull
+                        found.append(entry.granted_until)
         return max(found)
 
 

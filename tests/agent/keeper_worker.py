@@ -56,8 +56,12 @@ class Worker:
         port = self.agent._ctx.keeping._port
         return {
             "keeper": None if port is None else port.pid,
-            "ready": bool(self.agent._ctx.keeping._ready),
-            "peers": list(self.agent._ctx.keeping._alive.items()),
+            "ready": self.told(),
+            "address": self.agent._ctx.keeping.address,
+            "peers": {
+                link.incarnation: link.keeper.address if link.keeper else ""
+                for link in self.agent._engine.links
+            },
             "reasons": list(health.reasons),
             "events": self.events,
             "counters": self.agent.snapshot().counters,
@@ -66,6 +70,12 @@ class Worker:
             "errors": {name: str(h.error) for name, h in self.handles.items()},
             "incarnation": self.agent.incarnation,
         }
+
+    def told(self) -> bool:
+        """The keeper is up and has heard all that the agent had to say when it came up."""
+        keeping = self.agent._ctx.keeping
+        quiet = not (keeping._orders or keeping._frames or keeping._untold)
+        return keeping._ready and quiet and keeping._heard_at > keeping._ready_at
 
     def connect(self, address: str) -> None:
         self.agent.connect([address])

@@ -105,12 +105,23 @@ def workers() -> Iterator[Callable[..., tuple[Worker, Worker]]]:
             assert worker.read() == "up"
         p, c = made
         c.ask("connect", address=p.ask("address"))
-        until(lambda: all(w.state["ready"] and len(w.state["peers"]) == 1 for w in made))
+        until(lambda: know_each_other(p, c))
         return p, c
 
     yield make
     for worker in made:
         worker.end()
+
+
+def know_each_other(p: Worker, c: Worker) -> bool:
+    """Both keepers are up, and each side knows where to reach the other's."""
+    left, right = p.state, c.state
+    return (
+        left["ready"]
+        and right["ready"]
+        and left["peers"] == {right["incarnation"]: right["address"]}
+        and right["peers"] == {left["incarnation"]: left["address"]}
+    )
 
 
 def finish(p: Worker, c: Worker, offer: str) -> None:
@@ -188,7 +199,7 @@ def test_a_killed_keeper_is_named_and_replaced(
     first = p.state["keeper"]
     os.kill(first, signal.SIGKILL)
     until(lambda: any("was killed by signal 9" in r for r in p.state["reasons"]))
-    until(lambda: p.state["ready"] and not p.state["reasons"])
+    until(lambda: not p.state["reasons"] and know_each_other(p, c))
     assert p.state["keeper"] != first
     given = p.state["counters"].get("keeper.grants.given", 0)
     p.ask("hold_gil", seconds=2.1 * LEASE)

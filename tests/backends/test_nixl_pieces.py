@@ -15,6 +15,7 @@ from kvxfer.backends.nixl.pieces import (
     MAX_PHASES,
     Grid,
     Places,
+    Scratch,
     SharedPlaces,
     Side,
     rows_of,
@@ -61,7 +62,7 @@ def test_an_index_names_exactly_its_piece(size, regions, data):
     assert index.dtype == np.int32
     found = [listed[i] for i in index]
     assert found == [(1000 * (p + 1) + o, size, p) for p, o in pieces]
-    flat = rows_of(side, pair, offset, np.full(len(pieces), size))
+    flat = rows_of(side, pair, offset, np.full(len(pieces), size), Scratch())
     assert [tuple(map(int, row)) for row in flat] == found
     for address, length, device in listed:
         assert 1000 * (device + 1) <= address
@@ -93,8 +94,19 @@ def test_members_are_described_as_if_written_out(size, members, offset):
             assert few.lie_on(trial) == all_.lie_on(trial)
     assert few.index(grid).tolist() == all_.index(grid).tolist()
     assert few.index(grid).dtype == np.int32
-    rows = few.rows(side, sizes)
-    assert rows.tolist() == all_.rows(side, np.tile(sizes, len(members))).tolist()
+    scratch = Scratch()
+    rows = few.rows(side, sizes, scratch).tolist()
+    assert rows == all_.rows(side, np.tile(sizes, len(members)), scratch).tolist()
+
+
+def test_rows_are_written_into_the_same_memory():
+    """Rows of one side reuse what the last ones had, which NIXL has copied; sides do not mix."""
+    scratch = Scratch()
+    first, second = scratch.take(4), scratch.take(3)
+    assert np.shares_memory(first, second)
+    assert second.shape == (3, 3)
+    assert scratch.take(9).shape == (9, 3)
+    assert not np.shares_memory(scratch.take(2**20 + 1), scratch.take(2**20 + 1))
 
 
 def test_few_joined_pieces_are_parted_again():

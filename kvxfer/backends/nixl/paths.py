@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.pieces import (
     Grid,
     Int32Array,
     Places,
+    Scratch,
     SharedPlaces,
     Side,
     UInt64Array,
@@ -113,16 +114,21 @@ class _Kin:
 
 
 class NixlPath(Path):
-    """``addresses``: address and device of each pair's remote region, at the peer."""
+    """``addresses``: address and device of each pair's remote region, at the peer.
+
+    ``scratch`` is for the rows of both sides; paths that are used one at a time may share it.
+    """
 
     def __init__(
         self,
         peer: NixlPeer,
         pairs: Sequence[tuple[Region, Descriptor]],
         addresses: Sequence[tuple[int, int]],
+        scratch: tuple[Scratch, Scratch] | None = None,
     ) -> None:
         super().__init__(peer, pairs)
         self.remote = peer.remote
+        self._scratch = scratch or (Scratch(), Scratch())
         kinds = [(region.span.kind, descriptor.kind) for region, descriptor in pairs]
         self._kin: list[_Kin] = []
         self._kin_of = np.zeros(len(pairs), np.int32)
@@ -168,11 +174,14 @@ class NixlPath(Path):
     def rows(self, batch: Batch) -> tuple[UInt64Array, UInt64Array]:
         """Every piece for itself, local and remote: uint64[n, 3] of address, length, device.
 
+        Valid until the next call.
+
         Raises:
             InvalidInputError: pieces of different memory kinds.
         """
         kin, local, remote, size = self._places(batch)
-        return local.rows(kin.local, size), remote.rows(kin.remote, size)
+        ours, theirs = self._scratch
+        return local.rows(kin.local, size, ours), remote.rows(kin.remote, size, theirs)
 
     def _places(self, batch: Batch) -> tuple[_Kin, AnyPlaces, AnyPlaces, Int64Array]:
         """Where the pieces begin on both sides, and the size of each or of each shared one."""

@@ -18,12 +18,14 @@ from kvxfer.core.pieces import Pieces, chop
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Grid", "Places", "SharedPlaces", "Side", "rows_of", "unit_of"]
+__all__ = ["Grid", "Places", "Scratch", "SharedPlaces", "Side", "rows_of", "unit_of"]
 
 _MORE = 4
 """Pieces are parted for a prepared list if that makes them more by at most a fourth."""
 _STEP = 2**15
 """Rows that are filled at a time, so that they stay in the processor's cache."""
+_SCRATCH_ROWS = 2**20
+"""Rows that are kept allocated; more are made anew each time."""
 MAX_PHASES = 64
 """Rows per region of a prepared list. Beyond it the pieces are described one by one."""
 
@@ -98,6 +100,24 @@ class Grid:
         return found.astype(np.int32)
 
 
+class Scratch:
+    """Memory for rows that are used up before the next ones are made. One thread at a time.
+
+    NIXL copies what it is given, and fresh pages would cost more than filling them.
+    """
+
+    def __init__(self) -> None:
+        self._rows: UInt64Array = np.empty((0, 3), np.uint64)
+
+    def take(self, count: int) -> UInt64Array:
+        """uint64[count, 3] of whatever was there, until it is asked for again."""
+        if count > _SCRATCH_ROWS:
+            return np.empty((count, 3), np.uint64)
+        if count > len(self._rows):
+            self._rows = np.empty((count, 3), np.uint64)
+        return self._rows[:count]
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Places:
     """Where the pieces of a batch begin on one side: pair and offset of each."""
@@ -125,9 +145,9 @@ class Places:
         """The index of each piece in the list that was prepared from ``grid``."""
         return grid.index(self.pair, self.offset)
 
-    def rows(self, side: Side, size: Int64Array) -> UInt64Array:
+    def rows(self, side: Side, size: Int64Array, out: Scratch) -> UInt64Array:
         """Every piece for itself: address, length, device."""
-        return rows_of(side, self.pair, self.offset, size)
+        return rows_of(side, self.pair, self.offset, size, out)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -155,28 +175,29 @@ class SharedPlaces:
         return np.concatenate((self.base[0] + offset, self.base + offset[0]))
 
     def lie_on(self, grid: Grid) -> bool:
-        rest = self.pieces.keep(_Rest(self.side, grid.step))
-        return rest >= 0 and not bool(((self.base + rest) % grid.step).any())
+        step = grid.step
+        rest = self.pieces.keep(_Rest(self.side, step))
+        return rest >= 0 and all((base + rest) % step == 0 for base in self.base.tolist())
 
     def index(self, grid: Grid) -> Int32Array:
         found = np.empty((len(self.base), len(self.pieces)), np.int32)
-        block, rest = np.divmod(self.base, grid.size)
         # Layers begin at multiples of their pieces, or all at the same distance from one.
-        for value in np.unique(rest).tolist():
-            members = np.flatnonzero(rest == value)
-            more, phase = self.pieces.keep(_Divided(self.side, value, grid.size, grid.step))
+        known: dict[int, tuple[Int32Array, Int64Array | None]] = {}
+        members = zip(found, self.pair.tolist(), self.base.tolist(), strict=True)
+        for out, pair, base in members:
+            block, rest = divmod(base, grid.size)
+            if rest not in known:
+                known[rest] = self.pieces.keep(_Divided(self.side, rest, grid.size, grid.step))
+            more, phase = known[rest]
             if phase is None:
-                first = grid.first[self.pair[members], 0] + block[members]
-                found[members] = np.add.outer(first.astype(np.int32), more)
-                continue
-            for member in members.tolist():
-                first = grid.first[self.pair[member], phase] + block[member]
-                np.add(first, more, out=found[member], casting="unsafe")
+                np.add(more, grid.first.item(pair, 0) + block, out=out)
+            else:
+                np.add(grid.first[pair, phase] + block, more, out=out, casting="unsafe")
         return found.reshape(-1)
 
-    def rows(self, side: Side, _: Int64Array) -> UInt64Array:
+    def rows(self, side: Side, _: Int64Array, out: Scratch) -> UInt64Array:
         pattern = self.pieces.keep(_Rows(self.side))
-        rows = np.empty((len(self.base), *pattern.shape), np.uint64)
+        rows = out.take(len(self.base) * len(pattern)).reshape(len(self.base), *pattern.shape)
         start = side.address[self.pair] + self.base.astype(np.uint64)
         device = side.device[self.pair]
         step = max(_STEP // max(len(pattern), 1), 1)
@@ -258,9 +279,11 @@ def _counts(side: Side, size: int, step: int) -> Int64Array:
     return counts
 
 
-def rows_of(side: Side, pair: Int32Array, offset: Int64Array, size: Int64Array) -> UInt64Array:
+def rows_of(
+    side: Side, pair: Int32Array, offset: Int64Array, size: Int64Array, out: Scratch
+) -> UInt64Array:
     """Every piece for itself: address, length, device."""
-    rows = np.empty((len(pair), 3), np.uint64)
+    rows = out.take(len(pair))
     rows[:, 0] = side.address[pair] + offset.astype(np.uint64)
     rows[:, 1] = size
     rows[:, 2] = side.device[pair]

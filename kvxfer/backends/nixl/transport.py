@@ -15,6 +15,7 @@ from kvxfer.backends.nixl.binding import BACKEND, DISCONNECTED, Agent, describe
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
 from kvxfer.backends.nixl.paths import NixlPath, NixlPeer
+from kvxfer.backends.nixl.pieces import Scratch
 from kvxfer.backends.nixl.remotes import Remote, Remotes, agent_name, pack_region
 from kvxfer.core.attempt import Accepted, Attempt
 from kvxfer.core.capabilities import Capabilities, DataPathAuth, FenceScope, Visibility
@@ -88,6 +89,7 @@ class NixlTransport(Transport):
         self._flights: list[_Flight] = []
         self._forgotten: collections.deque[NixlPath] = collections.deque()
         self._remotes = Remotes(self._agent)
+        self._scratch = (Scratch(), Scratch())  # used with the lock held
         self._region_ids = itertools.count()
         self._threads: set[JobThread] = set()
         self._capabilities = Capabilities(
@@ -177,7 +179,7 @@ class NixlTransport(Transport):
                 self._require_registered(region)
                 with self._gate, self._lock:
                     addresses.append(self._remotes.load(peer.remote, descriptor))
-            path = NixlPath(peer, pairs, addresses)
+            path = NixlPath(peer, pairs, addresses, self._scratch)
             if peer.closed:  # in the meantime, and without seeing this path
                 path.close()
                 raise ClosedError(f"{peer!r} was closed")

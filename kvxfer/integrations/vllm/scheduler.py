@@ -46,6 +46,11 @@ class SchedulerHalf:
         remote = self._remote(request)
         if remote is None or remote.offer.transfer_id in self._pulling:
             return 0
+        if self.agent.full:
+            logger.warning("%s is prefilled here: quarantine is full", request.request_id)
+            self.agent.decline(remote.offer)
+            self._consume(request)
+            return 0
         prompt_tokens: int = request.num_prompt_tokens
         return max(0, min(remote.tokens, prompt_tokens) - computed)
 
@@ -81,6 +86,9 @@ class SchedulerHalf:
         tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         wanted = self._produces and params.get("do_remote_decode")
         if not wanted or request.status not in _SERVED or tokens == 0:
+            return False, None
+        if self.agent.full:
+            logger.warning("%s is not offered: quarantine is full", request.request_id)
             return False, None
         # Unique without asking anybody; the request id is there for people who read logs.
         transfer_id = f"{request.request_id[-128:]}.{secrets.token_hex(8)}"

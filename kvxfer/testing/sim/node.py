@@ -53,6 +53,7 @@ class SimNode:
             ),
             timeouts=TIMEOUTS,
             clock=self.clock,
+            classifier=world.classifier,
             rng=random.Random(rng.random()),
             channel=self.channel,
             incarnation=f"a-{name}",

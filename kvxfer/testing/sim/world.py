@@ -19,6 +19,7 @@ from kvxfer.core.attempt import Attempt
 from kvxfer.core.channel import Inbound
 from kvxfer.core.events import Role
 from kvxfer.core.topology import Ranks
+from kvxfer.policies.classify import ClassifierRegistry
 from kvxfer.testing.clock import FakeClock
 from kvxfer.testing.sim.config import NodeFault, PostFault, SimConfig
 from kvxfer.testing.sim.engine import Fabric
@@ -66,6 +67,8 @@ class World:
         self._paused: list[SimNode] = []
         self.nodes: list[SimNode] = []
         self.requests = Requests(self)
+        # One for all nodes: it takes long to make and keeps nothing of one agent.
+        self.classifier = ClassifierRegistry.from_plugins()
         self.producers = [self._node(Role.PRODUCER) for _ in range(config.producers)]
         self.consumers = [self._node(Role.CONSUMER) for _ in range(config.consumers)]
 
