@@ -323,7 +323,7 @@ class Producer:
                 if ack.ok and not ack.declined:
                     hold.consumed.add(sender)
             self._ctx.keeping.finished(hold, sender)
-        else:
+        elif len(self._early):
             self._early.discard(
                 ref.transfer, lambda early: early.link.incarnation == sender and early.seq < seq
             )

@@ -398,7 +398,7 @@ def decode(frame: bytes, versions: tuple[int, int] = (WIRE_MIN, WIRE_MAX)) -> En
     """
     if len(frame) > MAX_FRAME_NBYTES:
         raise WireError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_NBYTES}")
-    if frame[:3] != _MAGIC or len(frame) < 5:
+    if not frame.startswith(_MAGIC) or len(frame) < 5:
         raise WireError(f"frame of {len(frame)} bytes is no kvxfer message")
     version = frame[3]
     spoken = versions[0] <= version <= versions[1]

@@ -189,7 +189,7 @@ class Decode:
         submit: list[float] = []
         poll: list[float] = []
         empty: list[float] = []
-        turns = 2000  # about 50 us
+        turns = 5000  # about as long as a submit
 
         def collect() -> None:
             events.extend(self.agent.poll())
@@ -200,8 +200,9 @@ class Decode:
             for name, (offer, _) in offers.items():
                 timed(lambda o=offer, n=name: self.agent.pull(o, lists[n]), submit)
                 timed(collect, poll)
-                for _ in range(4):
+                for _ in range(2):
                     timed(lambda: spin(turns), empty)
+                time.sleep(0.001)
             while time.monotonic() < began + hold_s:
                 timed(collect, poll)
                 timed(lambda: spin(turns), empty)
