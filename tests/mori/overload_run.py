@@ -10,6 +10,7 @@ nothing of a test runner is among the threads that are measured.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -87,6 +88,18 @@ class Trace:
 
 
 # ---- measuring -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Its pauses are the interpreter's: they stop every thread, whoever made the garbage, and take
+    longer than what is measured."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def spin(turns: int) -> None:
@@ -196,7 +209,7 @@ class Decode:
 
         before = self.agent.snapshot().counters
         began = time.monotonic()
-        with trace.quiet_thread() as seen, self.softrdma.hold():
+        with no_garbage_collection(), trace.quiet_thread() as seen, self.softrdma.hold():
             for name, (offer, _) in offers.items():
                 timed(lambda o=offer, n=name: self.agent.pull(o, lists[n]), submit)
                 timed(collect, poll)

@@ -137,7 +137,7 @@ class DescriptorTable:
             allow_gaps=allow_gaps,
         )
         request = Request(local_blocks, remote_blocks, rule)
-        found: list[tuple[Int32Array, Int32Array]] = []
+        found: list[tuple[tuple[Int32Array, Int32Array], tuple[Int32Array, Int32Array]]] = []
         for number, shared in enumerate(self._layers.shared):
             ours, theirs = request.lists(shared)
             if not len(ours) and not len(theirs):
@@ -146,17 +146,20 @@ class DescriptorTable:
             inner = _counts(shared)[1]
             found.append(
                 (
-                    _expand(self._first[number, Side.LOCAL], local_ids, inner),
-                    _expand(self._first[number, Side.REMOTE], remote_ids, inner),
+                    (self._first[number, Side.LOCAL], _rows_of(local_ids, inner)),
+                    (self._first[number, Side.REMOTE], _rows_of(remote_ids, inner)),
                 )
             )
-        if len(found) == 1:
-            return found[0]
-        empty = np.empty(0, np.int32)
-        return (
-            np.concatenate([empty, *(local for local, _ in found)]),
-            np.concatenate([empty, *(remote for _, remote in found)]),
-        )
+        total = sum(len(first) * len(ids) for (first, ids), _ in found)
+        # One piece of memory for both: a large one costs few page faults, two halves cost many.
+        out = np.empty((2, total), np.int32)
+        start = 0
+        for both in found:
+            for (first, ids), row in zip(both, out, strict=True):
+                stop = start + len(first) * len(ids)
+                np.add(first[:, None], ids, out=row[start:stop].reshape(len(first), len(ids)))
+            start = stop
+        return out[0], out[1]
 
 
 def _counts(shared: Shared) -> tuple[int, int]:
@@ -165,9 +168,9 @@ def _counts(shared: Shared) -> tuple[int, int]:
     return planes, shared.recipe.factor // planes
 
 
-def _expand(first: Int32Array, ids: Int64Array, inner: int) -> Int32Array:
-    small = ids.astype(np.int32)
+def _rows_of(ids: Int64Array, inner: int) -> Int32Array:
+    """The rows of blocks in one band: ``inner`` for each."""
+    small: Int32Array = ids.astype(np.int32)
     if inner > 1:
         small = np.add.outer(small * np.int32(inner), np.arange(inner, dtype=np.int32)).reshape(-1)
-    out: Int32Array = np.add.outer(first, small).reshape(-1)
-    return out
+    return small
