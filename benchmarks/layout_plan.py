@@ -61,6 +61,8 @@ LAYERS, TOKENS, HEADS, DIM, ITEMSIZE = 61, 16, 8, 128, 2
 LOCAL_BLOCKS, REMOTE_BLOCKS = 16384, 12288
 BLOCK = TOKENS * HEADS * DIM * ITEMSIZE
 
+ADDRESSES = [0x7F00_0000_0000 + layer * 2**34 for layer in range(LAYERS)]
+
 BOUNDS = {
     "planner alone": 400,
     "raw ids to mori lists": 30,
@@ -245,6 +247,11 @@ def ours() -> dict[str, tuple[str, Callable[[Ids], Any], Callable[[Any], Any]]]:
         "raw ids to mori lists, one region": ("moriio", raw, spent(together.mori)),
         "raw ids to NIXL rows": ("moriio", raw, spent(apart.rows)),
         "raw ids to NIXL rows, one region": ("moriio", raw, spent(together.rows)),
+        "raw ids to NIXL rows, planner only": (
+            "moriio",
+            raw,
+            lambda ids: plan_layers(alike, *ids.blocks()).descriptors(ADDRESSES, ADDRESSES),
+        ),
         "unequal blocks, 16 to 128 tokens": (
             "moriio",
             into_coarse,

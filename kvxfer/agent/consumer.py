@@ -240,13 +240,40 @@ class Consumer:
         self._ctx.counters.count("declines.sent")
 
     def give_back(self, offer: Offer, now: float) -> None:
-        """A pull was refused here: do not let the producer hold for the rest of the lease."""
+        """A pull was refused here: do not let the producer hold for the rest of the lease.
+
+        A rank of several speaks for itself only: the others may be reading.
+        """
         if offer.transfer_id in self.pulls:
             return  # the refused one was a second pull of the same
         try:
-            self.decline(offer, now)
+            if self.ranks.tp_size * self.ranks.pp_size == 1:
+                self.decline(offer, now)
+            else:
+                self._release_unread(offer, now)
         except (InvalidInputError, CapacityError):
             self._ctx.counters.count("declines.not_sent")
+
+    def _release_unread(self, offer: Offer, now: float) -> None:
+        self._stop_renewing(offer)
+        for endpoint, _ in read_sources(self.ranks, offer):
+            ref = offer.ref(endpoint)
+            self._ctx.keeping.unwatch(ref)
+            self.grants.take(ref)
+            self.links.mailboxes.dial(endpoint.address).mail(
+                wire.Release(
+                    ref,
+                    ranks_to_wire(self.ranks),
+                    False,
+                    ErrorKind.INVALID.value,
+                    "its pull was refused",
+                    True,
+                ),
+                now=now,
+                until=now + offer.lease,
+                to=endpoint.incarnation,
+            )
+        self._ctx.counters.count("releases.unread")
 
     def renew(self, offers: Sequence[Offer], now: float) -> None:
         """Keep holds alive for requests that wait; remembers the grants for their pulls."""

@@ -144,8 +144,9 @@ class TransferHandle:
             self.drained = drained
             self.state = state
             callbacks, self._callbacks = self._callbacks, []
-        if self._on_end is not None:
-            self._on_end()
+        on_end, self._on_end = self._on_end, None  # it knows us: no cycle may stay behind
+        if on_end is not None:
+            on_end()
         if tell is not None:
             tell()
         self._done.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import attrs
 import numpy as np
 import pytest
 from agent_rig import Node, Rig, at
@@ -172,3 +173,22 @@ def test_order_that_cannot_be_carried_out_is_an_event(rig: Rig) -> None:
     assert "99" in str(combined.events[0].error)  # type: ignore[attr-defined]
     assert combined.events[0].blocks == ((99,),)  # type: ignore[attr-defined]
     rig.run(lambda: bool(p.of(Declined)))  # and the producer does not hold for a whole lease
+
+
+def test_a_refused_pull_of_one_rank_speaks_for_that_rank_only(rig: Rig) -> None:
+    """Promises 3 and 12: the other rank reads on, and the producer does not say Sent."""
+    source, producers = instance(rig, "p", 1)
+    target, readers = instance(rig, "c", 2)
+    offer = source.hold("t", at(0, 1, 2))
+    hand_down(source, producers)
+    target.pull(offer, at(0, 5, 6))
+    (order,) = target.take_orders()
+    readers[0].agent.execute([order])
+    readers[1].agent.execute([attrs.evolve(order, blocks=(at(0, 5, 5),))])
+    rig.run(lambda: bool(producers[0].of(Failed)))
+    assert len(readers[0].of(Received)) == 1
+    assert readers[1].of(Failed)[0].kind is ErrorKind.INVALID
+    assert not producers[0].of(Declined)
+    assert not producers[0].of(Sent)
+    rig.pass_time(1)
+    assert not any(producers[0].tables.values())

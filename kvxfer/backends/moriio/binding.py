@@ -308,7 +308,8 @@ def read_remote(data: bytes) -> Remote:
         WireError: not one.
     """
     raw = _unpack(_mori().EngineDesc, data)
-    return Remote(raw=raw, key=str(raw.key), host=str(raw.host), port=int(raw.port))
+    with _readable(data):
+        return Remote(raw=raw, key=str(raw.key), host=str(raw.host), port=int(raw.port))
 
 
 def read_memory(data: bytes) -> Memory:
@@ -317,7 +318,17 @@ def read_memory(data: bytes) -> Memory:
     Raises:
         WireError: not one.
     """
-    return _memory(_unpack(_mori().MemoryDesc, data))
+    with _readable(data):
+        return _memory(_unpack(_mori().MemoryDesc, data))
+
+
+@contextlib.contextmanager
+def _readable(data: bytes) -> Iterator[None]:
+    """The engine unpacks names that are no text; they fail when they are looked at."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise WireError(f"{len(data)} bytes hold a name that is no text: {error}") from error
 
 
 def _unpack(kind: Any, data: bytes) -> Any:

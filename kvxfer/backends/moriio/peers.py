@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import attrs
 
 from kvxfer.backends._background import JobThread
 from kvxfer.backends.moriio.binding import BACKEND, Memory, Remote, read_memory, read_remote
+from kvxfer.backends.moriio.generation import GenerationEnded
 from kvxfer.core.transport import Path, Peer, PeerInfo, Transport
 from kvxfer.errors import HandshakeError, WireError
 
@@ -96,8 +98,10 @@ class RegisteredMemory:
             while self._known:
                 _, (generation, whole, views) = self._known.popitem()
                 if not generation.ended:
-                    for memory in (*views.values(), whole):
-                        generation.deregister(memory)
+                    # Its end, which has begun, deregisters everything.
+                    with contextlib.suppress(GenerationEnded):
+                        for memory in (*views.values(), whole):
+                            generation.deregister(memory)
 
 
 def engine_key(incarnation: str, *, generation: int | None = None) -> str:
