@@ -27,7 +27,7 @@ import numpy as np
 from kvxfer.backends.moriio import MoriioConfig, MoriioTransport
 from kvxfer.core.attempt import Attempt, AttemptState
 from kvxfer.core.batch import Batch
-from kvxfer.core.memory import MemoryKind, Span, span_of
+from kvxfer.core.memory import MemoryKind, span_of
 from kvxfer.core.transport import Path, Peer
 from kvxfer.core.verdict import Op
 from kvxfer.errors import InvalidInputError, KvxferError
@@ -294,7 +294,9 @@ class Fuzz:
         if way == 0:
             self.softrdma.fail_next(rng.choice([s for s in WcStatus if s]), after=rng.randrange(8))
         elif way == 1:
-            self.softrdma.refuse_posts(errno.ENOMEM, after=rng.randrange(8), times=rng.choice((1, 3)))
+            self.softrdma.refuse_posts(
+                errno.ENOMEM, after=rng.randrange(8), times=rng.choice((1, 3))
+            )
         elif way == 2:
             self.softrdma.async_event(rng.choice(list(AsyncEvent)[:12]))
         elif way == 3:

@@ -29,8 +29,8 @@ from kvxfer.policies.timeouts import Timeouts
 
 __all__ = ["LONGEST", "Life"]
 
-TIMEOUTS = Timeouts(connect=2.0, queue=3.0, post=2.0, transfer=4.0, ack=4.0, drain=1.0)
-LEASE, MARGIN = 4.0, 0.3
+TIMEOUTS = Timeouts(connect=3.0, queue=4.0, post=4.0, transfer=5.0, ack=5.0, drain=1.5)
+LEASE, MARGIN = 8.0, 0.3
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + LEASE + MARGIN
 """No transfer may be open for longer, in seconds: its phases one after the other."""
 SLACK = 15.0
@@ -41,7 +41,7 @@ IN_FLIGHT = 4
 """Per peer."""
 SLOW = 0.0005
 """Seconds per work request, so that some are under way at any moment."""
-CONFIG = {"generation_linger_s": 0.3, "generation_drain_s": 1.0, "qp_retry_count": 3}
+CONFIG = {"generation_linger_s": 1.0, "generation_drain_s": 2.0, "qp_retry_count": 3}
 
 
 def free_port() -> int:
@@ -306,9 +306,7 @@ class Life:
             if under_way < IN_FLIGHT:
                 self.begin(worker)
 
-    def until(
-        self, done: Callable[[], bool], what: str, seconds: float, *busy: Worker
-    ) -> float:
+    def until(self, done: Callable[[], bool], what: str, seconds: float, *busy: Worker) -> float:
         """Go on until ``done``, with traffic to the peers ``busy``; how long it took."""
         began = time.monotonic()
         while not done():
@@ -332,7 +330,9 @@ class Life:
     def settle(self, what: str, worker: Worker) -> float:
         """Until nothing with that peer is open or may still land, the healthy one being served."""
         seconds = self.until(
-            lambda: not self.under_way(worker), what, LONGEST + 2 * TIMEOUTS.drain + SLACK,
+            lambda: not self.under_way(worker),
+            what,
+            LONGEST + 2 * TIMEOUTS.drain + SLACK,
             self.healthy,
         )
         self.check_free()
@@ -353,7 +353,8 @@ class Life:
 
     def failed(self, worker: Worker) -> int:
         return sum(
-            n for what, n in self.outcomes.items()
+            n
+            for what, n in self.outcomes.items()
             if what.startswith(worker.name) and not what.endswith("received")
         )
 

@@ -167,6 +167,7 @@ class _Inside:
 
     def open(
         self,
+        *,
         seed: int,
         geometry: dict[str, int],
         port: int,

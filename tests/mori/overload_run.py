@@ -196,7 +196,9 @@ class Decode:
         """Everything at once while nothing completes for ``hold_s``, then slowly to the end."""
         offers = self.offers()
         self.memory[:] = FREE
-        where = dict(zip(offers, self.rng.permutation(self.ids).reshape(-1, self.blocks)))
+        where = dict(
+            zip(offers, self.rng.permutation(self.ids).reshape(-1, self.blocks), strict=True)
+        )
         lists = {name: Blocks.at(0, ids) for name, ids in where.items()}
         events: list[Event] = []
         submit: list[float] = []

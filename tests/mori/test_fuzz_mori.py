@@ -8,7 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
+import numpy as np
 import pytest
+from mori_rig import NBYTES, scattered
+
+from kvxfer.core.attempt import AttemptState
+from kvxfer.core.memory import span_of
+from kvxfer.errors import HandshakeError
 
 CALLS = int(os.environ.get("KVXFER_MORI_FUZZ", "10000"))
 SEED = 20
@@ -25,8 +32,7 @@ def test_random_calls_leave_the_process_alive(softrdma):
     done = subprocess.run(
         [sys.executable, program, str(CALLS), str(SEED)],
         env={**os.environ, "PYTHONPATH": search},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=580,
         check=False,
@@ -42,3 +48,40 @@ def test_random_calls_leave_the_process_alive(softrdma):
         assert outcomes.get(f"{call} ok", 0) > 0, f"no {call} ever succeeded: {outcomes}"
     refused = sum(n for what, n in outcomes.items() if not what.endswith(" ok"))
     assert refused > CALLS / 10, "hardly anything was wrong with the calls"
+
+
+def test_names_that_are_no_text(rig):
+    """A descriptor whose engine or memory has a name that is no UTF-8 is refused as damaged."""
+    r = rig(regions=1)
+    far = r.far()
+    far.connect()
+    info, key = far.process.info, far.process.info.incarnation.encode()
+    damaged = attrs.evolve(info, data=info.data.replace(key, b"\xad" * len(key)))
+    _, error = r.outcome(r.transport.connect(damaged))
+    assert isinstance(error, HandshakeError)
+    there = far.there[0].descriptor
+    at = there.data.rindex(key)  # in the memory's part, which comes last
+    spoilt = there.data[:at] + b"\xad" * len(key) + there.data[at + len(key) :]
+    for data in (spoilt, there.data.replace(key, b"\xad" * len(key))):
+        pairs = [(r.regions[0], attrs.evolve(there, data=data))]
+        _, error = r.outcome(r.transport.prepare(far.peer, pairs))
+        assert isinstance(error, HandshakeError)
+    assert r.read(far.path, scattered(4)).state is AttemptState.DONE
+
+
+def test_deregister_while_an_engine_ends(rig):
+    """Memory can be deregistered at any moment of an engine's end, which it is part of."""
+    r = rig(regions=1, generation_linger_s=0.01)
+    far = r.far()
+    far.connect()
+    for _ in range(3):
+        regions = [r.transport.register(span_of(np.zeros(NBYTES, np.uint8))) for _ in range(40)]
+        for region in regions:
+            r.answer(r.transport.prepare(far.peer, [(region, far.there[0].descriptor)])).close()
+        fence = r.transport.fence(far.peer)
+        while regions:
+            r.transport.deregister(regions.pop())
+            r.transport.progress()
+        assert r.answer(fence).ours_done
+    path = r.answer(r.transport.prepare(far.peer, far.pairs))
+    assert r.read(path, scattered(4)).state is AttemptState.DONE

@@ -68,7 +68,12 @@ def test_peer_life(life, event, capsys):
             if ROUNDS > 5:
                 print(f"{what}: {time.monotonic() - began:.1f} s, {life.count} requests")
     life.finish()
-    print(dict(life.outcomes), dict(life.slowest), f"landed late {life.landed_late}", f"longest gap {life.longest_gap:.2f} s")
+    print(
+        dict(life.outcomes),
+        dict(life.slowest),
+        f"landed late {life.landed_late}",
+        f"longest gap {life.longest_gap:.2f} s",
+    )
     assert not life.problems, life.problems
     assert (life.wrong, life.trespasses) == (0, 0)
     assert life.quarantined == 0

@@ -1,4 +1,4 @@
-"""Bytes that land after ``Failed``: shown to happen, and shown to harm nobody who waits for drained.
+"""Bytes that land after ``Failed``: shown to happen, and to harm nobody who waits for drained.
 
 The device's send queue has 16 places where 64 were asked for.  So the engine posts a call of 24
 pieces in two batches: 16 are taken, the rest is refused, and the call as a whole has failed.

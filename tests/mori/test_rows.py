@@ -36,13 +36,13 @@ class Row:
     text: str
     verdict: Verdict
     action: Action | None
-    """What kvxfer does; None where nothing can be caught, and kvxfer keeps it from being reached."""
+    """What kvxfer does; None where nothing can be caught: kvxfer keeps it from being reached."""
     scenarios: tuple[str, ...]
     through_kvxfer: tuple[str, ...] = ()
     """``file.py::test`` below ``tests``; of ``tests/mori`` where no folder is named."""
 
 
-def _row(section, name, text, verdict, action, scenarios, *tests):
+def _row(section, name, text, verdict, action, scenarios, *tests):  # noqa: PLR0917
     return Row(section, name, text, verdict, action, tuple(scenarios.split()), tests)
 
 
@@ -153,12 +153,8 @@ ROWS = (
         "test_read.py::test_async_event_is_no_proof",
         "test_generations.py::test_async_event_then_rebuild",
     ),
-    _row(
-        1, "completion queue fatal", "IBV_EVENT_CQ_ERR", V.REBUILD, A.REBUILD, "async_cq_error"
-    ),
-    _row(
-        1, "device fatal", "IBV_EVENT_DEVICE_FATAL", V.REBUILD, A.REBUILD, "async_device_fatal"
-    ),
+    _row(1, "completion queue fatal", "IBV_EVENT_CQ_ERR", V.REBUILD, A.REBUILD, "async_cq_error"),
+    _row(1, "device fatal", "IBV_EVENT_DEVICE_FATAL", V.REBUILD, A.REBUILD, "async_device_fatal"),
     # ---- statuses: completions
     _row(
         1,

@@ -32,6 +32,8 @@ of a layer are not."""
 
 def gaps_of(pair: Int32Array, local: Int64Array, remote: Int64Array) -> tuple[int, int]:
     """The least distance between the bases of two layers of one pair, local and remote."""
+    if len(pair) < 2:
+        return INT64_MAX, INT64_MAX
     gaps = []
     for bases in (local, remote):
         order = np.lexsort((bases, pair))
