@@ -193,8 +193,9 @@ class LaneRun:
             else:
                 self.counts.add(1, 0, 0)
 
-    def check_counts(self, expected_skips: Sequence[str]) -> None:
-        """Raise ``LaneFailed`` unless tests ran, none failed and every skip was expected."""
+    def check_counts(self, expected_skips: Sequence[str], exactly: int | None = None) -> None:
+        """Raise ``LaneFailed`` unless tests ran, none failed and every skip was expected, and there
+        were ``exactly`` so many where that is given."""
         if self.counts.failed:
             raise LaneFailed(f"{self.counts.failed} tests or checks failed")
         if not self.counts.passed:
@@ -202,3 +203,5 @@ class LaneRun:
         for where, why in self.skips:
             if not any(re.search(pattern, why) for pattern in expected_skips):
                 raise LaneFailed(f"unexpected skip: {where}: {' '.join(why.split())[:300]}")
+        if exactly is not None and len(self.skips) != exactly:
+            raise LaneFailed(f"{len(self.skips)} tests were skipped, not {exactly}")

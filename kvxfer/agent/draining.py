@@ -81,9 +81,10 @@ class Draining:
         if self._is_drained():
             self._finish("fence" if self._fences is not None else "proof", now)
             return
-        if self.quarantined or now < self._deadline:
-            if not self.quarantined:
-                self._ctx.at(self, self._deadline)
+        if now < self._deadline:
+            self._ctx.at(self, self._deadline)
+            return
+        if self.quarantined and not self._fences:
             return
         if self._fences is None:
             self._begin_fences()
@@ -109,8 +110,11 @@ class Draining:
             # A post that has not returned from the engine may still post: no fence covers it.
         if not self._reasons and now < self._fence_deadline:
             self._ctx.at(self, now + self._ctx.config.pump_interval)
-        else:
+            return
+        if not self.quarantined:
             self._enter_quarantine(now)
+        if pending and not self._reasons:  # a late answer is as good a proof
+            self._ctx.at(self, now + self._ctx.config.idle_interval)
 
     def _begin_fences(self) -> None:
         self._fences = []

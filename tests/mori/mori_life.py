@@ -29,7 +29,7 @@ from kvxfer.policies.timeouts import Timeouts
 
 __all__ = ["LONGEST", "Life"]
 
-TIMEOUTS = Timeouts(connect=3.0, queue=4.0, post=4.0, transfer=5.0, ack=5.0, drain=1.5)
+TIMEOUTS = Timeouts(connect=2.5, queue=4.0, post=4.0, transfer=5.0, ack=5.0, drain=1.5)
 LEASE, MARGIN = 8.0, 0.3
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + LEASE + MARGIN
 """No transfer may be open for longer, in seconds: its phases one after the other."""
@@ -97,7 +97,8 @@ class Life:
         """Failed transfers of whose bytes some were there before the blocks were handed back."""
         self.wrong = 0
         self.trespasses = 0
-        self.quarantined = 0
+        self.quarantined: list[str] = []
+        """Why."""
         self.slowest: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
         self._last_step = time.monotonic()
@@ -126,7 +127,7 @@ class Life:
             lease=LEASE,
             timeouts=attrs.asdict(TIMEOUTS),
         )
-        worker.tell(op="delay", seconds=SLOW)
+        worker.tell(op="delay", seconds=SLOW if worker.name == "healthy" else 4 * SLOW)
         return worker
 
     def replace_victim(self, *, same_port: bool) -> None:
@@ -279,7 +280,7 @@ class Life:
     def _event(self, event: Event) -> None:
         name = event.transfer_id
         if isinstance(event, Quarantined):
-            self.quarantined += 1
+            self.quarantined.append(f"{name}: {event.reason}")
         elif isinstance(event, Received):
             request = self.open.pop(name)
             expected = self.contents[request.seed][:, request.source]
@@ -313,7 +314,7 @@ class Life:
             if time.monotonic() - began > seconds:
                 self.problems.append(
                     f"{what}: not within {seconds:.0f} s; open {list(self.open)}, undrained "
-                    f"{list(self.undrained)}, {self.agent.health()}"
+                    f"{list(self.undrained)}, quarantined {self.quarantined}, {self.agent.health()}"
                 )
                 break
             self.keep_busy(*busy)

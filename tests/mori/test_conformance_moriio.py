@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import ClassVar
 
 import pytest
 
+from kvxfer.backends.moriio import MoriioConfig, PollMode
 from kvxfer.testing.conformance import TransportTests
 from kvxfer.testing.contract.base import TWO_PROCESS
 from kvxfer.testing.contract.settling import Settles
@@ -52,6 +54,27 @@ class TestEventNotifications(OnSoftRdma, TransportTests):
     options: ClassVar = {
         "config": {"rehearse": False, "poll_cq_mode": "event", "enable_notification": True}
     }
+
+
+CLASSES = (
+    TestMoriio,
+    TestEventFourQueuePairs,
+    TestFourQueuePairsNotifications,
+    TestEventNotifications,
+)
+
+
+def test_every_mode_is_covered() -> None:
+    """Every value of each setting meets every value of each other one in one of the classes, and
+    each class is the whole contract, between two processes at least: READ and WRITE, one piece
+    (``test_terminal_state_is_final``) and many (``test_moves_exactly_the_pieces``)."""
+    configs = [MoriioConfig.from_options(c.options.get("config", {})) for c in CLASSES]
+    names = ("poll_cq_mode", "qp_per_transfer", "enable_notification")
+    values = (tuple(PollMode), (1, 4), (False, True))
+    for (a, left), (b, right) in itertools.combinations(zip(names, values, strict=True), 2):
+        met = {(getattr(c, a), getattr(c, b)) for c in configs}
+        assert met == set(itertools.product(left, right)), (a, b)
+    assert all(issubclass(c, TransportTests) and TWO_PROCESS in c.modes for c in CLASSES)
 
 
 class TestMoriioHeld(OnSoftRdma, Settles):

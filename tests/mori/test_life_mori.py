@@ -1,6 +1,6 @@
 """Peers that are killed, stopped and restarted under load, each in a process of its own.
 
-``SOAK_ROUNDS=n`` in the environment sets the number of rounds of each kind (5 by default).
+``SOAK_ROUNDS=n`` in the environment sets the number of rounds (5 by default), in which the three take turns.
 """
 
 from __future__ import annotations
@@ -51,35 +51,40 @@ def stopped(life, what):
     life.check_free()
 
 
-@pytest.mark.parametrize("event", [killed, stopped, restarted], ids=lambda e: e.__name__)
-def test_peer_life(life, event, capsys):
+EVENTS = (killed, stopped, restarted)
+
+
+def test_peer_life(life, capsys):
     """Whatever happens to the victim under load: its transfers end by their deadlines, those of the
     healthy peer are all received, it is served again by itself, no byte is wrong, and no block is
     handed back while something could still land in it."""
     for number in range(ROUNDS):
         began = time.monotonic()
-        what = f"{event.__name__} {number}"
+        event = EVENTS[number % len(EVENTS)]
+        what = f"round {number}, {event.__name__}"
         life.gather(life.victim, 2)
         life.traffic(life.rng.uniform(0.05, 0.4), life.victim, life.healthy)
         event(life, what)
         life.until(lambda: life.victim in life.ready, f"{what}: it is up", 60, life.healthy)
         life.serves(what, life.victim)
-        with capsys.disabled():
-            if ROUNDS > 5:
-                print(f"{what}: {time.monotonic() - began:.1f} s, {life.count} requests")
+        if ROUNDS > 5:
+            with capsys.disabled():
+                print(
+                    f"{what}: {time.monotonic() - began:.1f} s, {life.count} requests, "
+                    f"problems {len(life.problems)}",
+                    flush=True,
+                )
     life.finish()
-    print(
-        dict(life.outcomes),
-        dict(life.slowest),
-        f"landed late {life.landed_late}",
-        f"longest gap {life.longest_gap:.2f} s",
-    )
+    print(dict(life.outcomes), {name: round(s, 2) for name, s in life.slowest.items()})
+    print(f"landed late: {life.landed_late}, longest gap {life.longest_gap:.2f} s")
+    print(f"quarantined for a while: {life.quarantined}")
     assert not life.problems, life.problems
     assert (life.wrong, life.trespasses) == (0, 0)
-    assert life.quarantined == 0
+    assert life.agent.snapshot().quarantine == (), life.quarantined
     assert len(life.free) == len(set(life.free)) == life.memory.shape[1]
     assert not any(life.agent.snapshot().tables.values()), life.agent.snapshot().tables
     for tables in life.tables.values():
         assert not any(tables.values()), tables
-    failed = sum(n for k, n in life.outcomes.items() if k.startswith("victim") and "failed" in k)
-    assert failed or event is stopped, "nothing was hit: the test shows nothing"
+    failed = sum(n for what, n in life.outcomes.items() if "failed" in what)
+    assert failed > 0, "nothing was hit: the rounds show nothing"
+    assert life.landed_late > 0, "nothing was half way: the rounds show nothing"

@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = Path(sys.executable)
 
 
-def run(scripts: Any, folder: Path, source: str, *expected_skips: str, limit: float = 60) -> Any:
+def run(
+    scripts: Any,
+    folder: Path,
+    source: str,
+    *expected_skips: str,
+    limit: float = 60,
+    skips: int | None = None,
+) -> Any:
     """Run a lane whose suite is ``source``; returns its result."""
     (folder / "test_it.py").write_text(source)
 
@@ -26,7 +33,13 @@ def run(scripts: Any, folder: Path, source: str, *expected_skips: str, limit: fl
         run.pytest(PYTHON, "test_it.py", cwd=folder, env=env)
 
     lane = scripts.lane_table.Lane(
-        "it", "a test", (), body, limit=limit, expected_skips=lambda notes: expected_skips
+        "it",
+        "a test",
+        (),
+        body,
+        limit=limit,
+        expected_skips=lambda notes: expected_skips,
+        skips=skips,
     )
     return scripts.lanes.run_lane(lane, live=False)
 
@@ -70,6 +83,17 @@ def test_expected_skip(scripts: Any, tmp_path: Path) -> None:
     source = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.importorskip('no_torch')"
     result = run(scripts, tmp_path, source, "could not import 'no_torch'")
     assert (result["ok"], result["passed"], result["skipped"]) == (True, 1, 1)
+
+
+def test_exact_number_of_skips(scripts: Any, tmp_path: Path) -> None:
+    """Where a lane says how many tests it skips, one more or one less fails it, whatever the
+    reason; the MoRI-IO lane does."""
+    source = "import pytest\ndef test_a(): pass\n@pytest.mark.skip('known')\ndef test_b(): pass"
+    for exactly, ok in ((1, True), (0, False), (2, False)):
+        result = run(scripts, tmp_path, source, "known", skips=exactly)
+        assert result["ok"] is ok
+        assert ok or result["problem"] == f"1 tests were skipped, not {exactly}"
+    assert scripts.lane_table.LANES["mori"].skips > 0
 
 
 def test_a_lane_that_hangs_is_ended(scripts: Any, tmp_path: Path) -> None:
