@@ -215,6 +215,18 @@ def _engine(suite: str, **env: str) -> Body:
     return body
 
 
+def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """The tests of the simulator with its sabotages, then a campaign of new seeds."""
+    python = ready[0].python
+    run.pytest(python, "tests/sim", "-n", "2")
+    seeds = os.environ.get("SIM_SEEDS", "60")
+    status, _ = run.program(
+        [python, "-m", "kvxfer", "sim", "--seeds", seeds, "--transfers", "200", "--jobs", "2"]
+        + ["--seed", "1000", "--table", "--shrink"]
+    )
+    run.check("no promise is broken in the campaign", status == 0, f"exit status {status}")
+
+
 def _soak(run: LaneRun, ready: Sequence[Ready]) -> None:
     """Twenty rounds, or as many as SOAK_ROUNDS says; what each did is in the log."""
     rounds = os.environ.get("SOAK_ROUNDS", "20")
@@ -404,6 +416,7 @@ LANES = {
             expected_skips=_engine_skips,
         ),
         Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),
+        Lane("sim", "whole systems in virtual time, sabotages included", (PORTABLE,), _sim),
         Lane(
             "soak",
             "processes killed and stopped at random moments",

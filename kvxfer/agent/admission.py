@@ -8,6 +8,7 @@ at the desk is an entry in a table.
 from __future__ import annotations
 
 import collections
+import sys
 from typing import TYPE_CHECKING
 
 from kvxfer.core.timers import Timers
@@ -46,6 +47,11 @@ class Desk:
     def states(self) -> tuple[QueueState, ...]:
         """Of the queues that are not idle."""
         return tuple(q.state for q in tuple(self._queues.values()) if not q.idle)
+
+    def largest(self, capability: int | None) -> int:
+        """Pieces of the largest call that a queue of such an engine grants at first."""
+        largest = self._policy.begin(capability).largest
+        return sys.maxsize if largest is None else largest
 
     # ---- calls -------------------------------------------------------------------------------
 

@@ -251,10 +251,18 @@ class Part:
         assert self.link.transport is not None
         caps = self.link.transport.capabilities
         for cut in self.batch.cut(max_pieces=caps.max_pieces, max_nbytes=caps.max_nbytes):
-            self._open[Call(self, cut)] = None
+            for call in self._between_layers(cut, self.ctx.desk.largest(caps.credits)):
+                self._open[Call(self, call)] = None
         self._submit_due(now)
         if not self._open:
             self.ctx.soon(self.owner)
+
+    def _between_layers(self, batch: Batch, largest: int) -> Sequence[Batch]:
+        """Layers that share their lists are cut here: when their turn comes, nobody looks."""
+        if batch.members is None or len(batch.members) < 2 or len(batch) <= largest:
+            return [batch]
+        self.ctx.counters.count("admission.cut")
+        return batch.cut(max_pieces=largest, max_nbytes=2**62)
 
     def step(self, now: float) -> None:
         """Retry times that have come, and the deadline."""

@@ -11,7 +11,7 @@ from agent_rig import HEAD_NBYTES, HEADS, TOKENS, Node, Rig, at, layout
 
 from kvxfer.agent.batches import batch_of
 from kvxfer.agent.caches import LayerCache, register_caches
-from kvxfer.backends.loopback import LoopbackConfig, LoopbackTransport
+from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
 from kvxfer.core.batch import Batch
 from kvxfer.core.events import Failed, Received, Sent
 from kvxfer.core.layout import Blocks, KVLayout, LayerRef, match_layers, plan_layers
@@ -25,8 +25,9 @@ THEIRS, OURS = [5, 9, 2, 14], [1, 7, 3, 12]
 class Recording(LoopbackTransport):
     """A loopback engine that takes few pieces per post, and what it was given."""
 
-    def __init__(self, max_pieces: int) -> None:
-        super().__init__(LoopbackConfig(max_pieces=max_pieces))
+    def __init__(self, max_pieces: int, *, credits: int | None = None) -> None:
+        copy_in = CopyIn.POST if credits is None else CopyIn.PROGRESS
+        super().__init__(LoopbackConfig(copy_in=copy_in, max_pieces=max_pieces, credits=credits))
         self.batches: list[Batch] = []
 
     def _post(self, attempt: Any) -> None:
@@ -108,6 +109,23 @@ def test_cut_pulls_share_their_lists(rig: Rig, shape: str, max_pieces: int, post
     assert all(batch.members is not None for batch in engine.batches)
     lists = {id(batch.shared_lists()) for batch in engine.batches}
     assert len(lists) == max(2 * len(OURS) // max_pieces, 1) + (max_pieces == 5)
+
+
+@pytest.mark.parametrize(("credits_", "posts", "lists"), [(32, 3, 1), (20, 5, 1), (8, 10, 2)])
+def test_credits_cut_between_layers(rig: Rig, credits_: int, posts: int, lists: int) -> None:
+    """A share of the credits that ends inside a layer does not part layers from their lists."""
+    p = rig.node("producer", layers=LAYERS, num_blocks=BLOCKS)
+    engine = Recording(1000, credits=credits_)
+    c = rig.node("c", layers=LAYERS, transport=engine, num_blocks=BLOCKS)
+    one_storage(p)
+    one_storage(c)
+    c.agent.pull(p.agent.hold("t", at(0, *THEIRS)), at(0, *OURS))
+    rig.run(lambda: bool(p.of(Sent)))
+    assert c.content(OURS) == p.content(THEIRS)
+    assert len(engine.batches) == posts
+    assert all(batch.members is not None for batch in engine.batches)
+    assert len({id(batch.shared_lists()) for batch in engine.batches}) == lists
+    assert c.counters["admission.cut"] == 1
 
 
 def test_pushes_layer_by_layer_share_one_plan(rig: Rig) -> None:

@@ -208,7 +208,9 @@ def test_agent_calls(pair: Pair, name: str) -> None:
     assert agent.health().ready, agent.health()
 
 
-@pytest.mark.parametrize("bad", VALUES, ids=[f"{type(v).__name__}-{i}" for i, v in enumerate(VALUES)])
+@pytest.mark.parametrize(
+    "bad", VALUES, ids=[f"{type(v).__name__}-{i}" for i, v in enumerate(VALUES)]
+)
 def test_offers_from_anywhere(bad: Any) -> None:
     """``from_dict`` and ``from_json`` take what a router or a client sent."""
     good = Offer(
