@@ -56,6 +56,7 @@ from kvxfer.core.layout import (
 from kvxfer.core.memory import Descriptor, Region, Span
 from kvxfer.core.transport import PeerInfo
 from kvxfer.core.verdict import Op
+from kvxfer.policies.admission import FixedAdmission
 
 LAYERS, TOKENS, HEADS, DIM, ITEMSIZE = 61, 16, 8, 128, 2
 LOCAL_BLOCKS, REMOTE_BLOCKS = 16384, 12288
@@ -160,7 +161,8 @@ class Road:
 
     def mori(self, ids: Ids) -> Iterator[Any]:
         """The lists of every ``BatchRead``, as the moriio backend makes them."""
-        for part in self.posts(ids, max_pieces=Lanes.most):
+        largest = FixedAdmission().begin(Lanes.most).largest or Lanes.most
+        for part in self.posts(ids, max_pieces=largest):
             yield from plan_of(part, self.lanes, self.counting)
 
     def rows(self, ids: Ids) -> Iterator[Any]:

@@ -220,10 +220,9 @@ def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
     python = ready[0].python
     run.pytest(python, "tests/sim", "-n", "2")
     seeds = os.environ.get("SIM_SEEDS", "60")
-    status, _ = run.program(
-        [python, "-m", "kvxfer", "sim", "--seeds", seeds, "--transfers", "200", "--jobs", "2"]
-        + ["--seed", "1000", "--table", "--shrink"]
-    )
+    words: list[str | Path] = [python, "-m", "kvxfer", "sim", "--table", "--shrink"]
+    words += ["--seed", "1000", "--seeds", seeds, "--transfers", "200", "--jobs", "2"]
+    status, _ = run.program(words)
     run.check("no promise is broken in the campaign", status == 0, f"exit status {status}")
 
 

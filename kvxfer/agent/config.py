@@ -44,9 +44,7 @@ def seconds_of(name: str, value: object) -> float:
         or not isinstance(value, (int, float))
         or not 0 < value <= _MOST_SECONDS
     ):
-        raise ConfigError(
-            f"{name} must be a positive, finite number of seconds, not {value!r:.60}"
-        )
+        raise ConfigError(f"{name} must be a positive, finite number of seconds, not {value!r:.60}")
     return float(value)
 
 

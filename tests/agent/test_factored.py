@@ -25,9 +25,9 @@ THEIRS, OURS = [5, 9, 2, 14], [1, 7, 3, 12]
 class Recording(LoopbackTransport):
     """A loopback engine that takes few pieces per post, and what it was given."""
 
-    def __init__(self, max_pieces: int, *, credits: int | None = None) -> None:
-        copy_in = CopyIn.POST if credits is None else CopyIn.PROGRESS
-        super().__init__(LoopbackConfig(copy_in=copy_in, max_pieces=max_pieces, credits=credits))
+    def __init__(self, max_pieces: int, *, room: int | None = None) -> None:
+        copy_in = CopyIn.POST if room is None else CopyIn.PROGRESS
+        super().__init__(LoopbackConfig(copy_in=copy_in, max_pieces=max_pieces, credits=room))
         self.batches: list[Batch] = []
 
     def _post(self, attempt: Any) -> None:
@@ -111,11 +111,11 @@ def test_cut_pulls_share_their_lists(rig: Rig, shape: str, max_pieces: int, post
     assert len(lists) == max(2 * len(OURS) // max_pieces, 1) + (max_pieces == 5)
 
 
-@pytest.mark.parametrize(("credits_", "posts", "lists"), [(32, 3, 1), (20, 5, 1), (8, 10, 2)])
-def test_credits_cut_between_layers(rig: Rig, credits_: int, posts: int, lists: int) -> None:
+@pytest.mark.parametrize(("room", "posts", "lists"), [(32, 3, 1), (20, 5, 1), (8, 10, 2)])
+def test_credits_cut_between_layers(rig: Rig, room: int, posts: int, lists: int) -> None:
     """A share of the credits that ends inside a layer does not part layers from their lists."""
     p = rig.node("producer", layers=LAYERS, num_blocks=BLOCKS)
-    engine = Recording(1000, credits=credits_)
+    engine = Recording(1000, room=room)
     c = rig.node("c", layers=LAYERS, transport=engine, num_blocks=BLOCKS)
     one_storage(p)
     one_storage(c)

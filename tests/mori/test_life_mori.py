@@ -1,6 +1,7 @@
 """Peers that are killed, stopped and restarted under load, each in a process of its own.
 
-``SOAK_ROUNDS=n`` in the environment sets the number of rounds (5 by default), in which the three take turns.
+``SOAK_ROUNDS=n`` in the environment sets the number of rounds (5 by default), in which the three
+take turns.
 """
 
 from __future__ import annotations

@@ -182,17 +182,21 @@ class SharedPlaces:
     def index(self, grid: Grid) -> Int32Array:
         found = np.empty((len(self.base), len(self.pieces)), np.int32)
         # Layers begin at multiples of their pieces, or all at the same distance from one.
-        known: dict[int, tuple[Int32Array, Int64Array | None]] = {}
-        members = zip(found, self.pair.tolist(), self.base.tolist(), strict=True)
-        for out, pair, base in members:
+        by_rest: dict[int, list[tuple[int, int, int]]] = {}
+        for member, (pair, base) in enumerate(
+            zip(self.pair.tolist(), self.base.tolist(), strict=True)
+        ):
             block, rest = divmod(base, grid.size)
-            if rest not in known:
-                known[rest] = self.pieces.keep(_Divided(self.side, rest, grid.size, grid.step))
-            more, phase = known[rest]
-            if phase is None:
-                np.add(more, grid.first.item(pair, 0) + block, out=out)
-            else:
-                np.add(grid.first[pair, phase] + block, more, out=out, casting="unsafe")
+            by_rest.setdefault(rest, []).append((member, pair, block))
+        for rest, members in by_rest.items():
+            more, phase = self.pieces.keep(_Divided(self.side, rest, grid.size, grid.step))
+            if phase is None and len(members) == len(found):
+                first = np.array([grid.first.item(p, 0) + block for _, p, block in members])
+                np.add(first.astype(np.int32)[:, None], more, out=found)
+                continue
+            for member, pair, block in members:
+                first = grid.first[pair, 0 if phase is None else phase] + block
+                np.add(first, more, out=found[member], casting="unsafe")
         return found.reshape(-1)
 
     def rows(self, side: Side, _: Int64Array, out: Scratch) -> UInt64Array:
