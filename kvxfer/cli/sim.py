@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=3)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per simulated second")
+    parser.add_argument("--harsh", type=float, default=1.0, help="faults so many times as likely")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", action="store_true", help="print what struck in which phase")
     parser.add_argument("--shrink", action="store_true", help="look for a smaller run that fails")
@@ -43,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
         consumers=arguments.consumers,
         transfers=arguments.transfers,
         rate=arguments.rate,
-    )
+    ).harsher(arguments.harsh)
     began = time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     reports = []

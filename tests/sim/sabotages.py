@@ -118,7 +118,6 @@ SABOTAGES = (
         file="agent/draining.py",
         old="            elif not (answer.done if self._op is Op.WRITE else answer.ours_done):",
         new="            elif not (answer.done or answer.ours_done):",
-        options=("--seeds", "6"),
     ),
     Sabotage(
         name="drained-by-patience",
@@ -163,7 +162,6 @@ SABOTAGES = (
         file="agent/push.py",
         old="on_confirm=None if speaks_sealed else partial(self._confirmed, target),",
         new="on_confirm=partial(self._confirmed, target),",
-        options=("--seeds", "6"),
     ),
     Sabotage(
         name="accept-forgets-its-writers",

@@ -57,7 +57,9 @@ def test_it_is_found(sabotage: Sabotage, patched: Callable[[Sabotage], Path]) ->
     """A checker that cannot fail shows nothing: with fixed seeds, within 15 seconds."""
     root = patched(sabotage)
     before = os.times()
-    status, said = simulate(root, "--seeds", "8", "--transfers", "150", *sabotage.options)
+    status, said = simulate(
+        root, "--seeds", "8", "--transfers", "100", "--harsh", "4", *sabotage.options
+    )
     after = os.times()
     spent = after.children_user + after.children_system
     spent -= before.children_user + before.children_system

@@ -20,6 +20,7 @@ from kvxfer.core.control import ZmqChannel
 from kvxfer.core.events import Event
 from kvxfer.core.plugins import create_transport
 from kvxfer.core.transport import Transport
+from kvxfer.policies.breaker import BreakerPolicy
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.faults import FaultPlan, FaultPoint
 from kvxfer.testing.faulty import FaultyTransport
@@ -54,7 +55,12 @@ class Worker:
         self.agent = Agent(
             self.transport,
             config=AgentConfig(
-                name=name, fingerprint=plan.model, lease=plan.lease, lease_margin=0.5
+                name=name,
+                fingerprint=plan.model,
+                lease=plan.lease,
+                lease_margin=0.5,
+                # Connections fail here more often than any real one may: a breaker would open.
+                breaker=None if plan.faults != "none" else BreakerPolicy(),
             ),
             timeouts=Timeouts(connect=5, queue=8, transfer=8, drain=2),
             channel=self.channel,

@@ -115,10 +115,25 @@ class SimConfig:
     abort_producer: float = attrs.field(default=0.03, validator=_chance)
     decline: float = attrs.field(default=0.04, validator=_chance)
     lose_offer: float = attrs.field(default=0.02, validator=_chance)
+    renew: float = attrs.field(default=0.1, validator=_chance)
+    """A consumer renews an offer some time before it pulls."""
     retry_elsewhere: float = attrs.field(default=0.3, validator=_chance)
     fence_impossible: float = attrs.field(default=0.1, validator=_chance)
     max_violations: int = attrs.field(default=1, validator=v.ge(1))
     """The run ends with that many."""
+
+    def harsher(self, factor: float) -> SimConfig:
+        """The same with every fault that many times as likely, as far as chances go."""
+
+        def more(chance: float, most: float) -> float:
+            return min(most, chance * factor)
+
+        return attrs.evolve(
+            self,
+            posts={fault: more(chance, 0.1) for fault, chance in self.posts.items()},
+            nodes={fault: more(chance, 0.5) for fault, chance in self.nodes.items()},
+            fence_impossible=more(self.fence_impossible, 0.5),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -60,6 +60,7 @@ class Fabric:
         self.flights: dict[Flight, None] = {}
         self.violation: Callable[[str, str], None] = lambda text, transfer_id: None
         self.on_fault: Callable[[PostFault, Attempt], None] = lambda fault, attempt: None
+        self.on_post: Callable[[SimTransport], None] = lambda transport: None
         self._faults = tuple(config.posts.items())
 
     def draw(self) -> PostFault | None:
@@ -249,6 +250,7 @@ class SimTransport(Transport):
             self._report(attempt)
             return
         flight = Flight(fabric, attempt, self, remote)
+        fabric.on_post(self)
         now = fabric.clock.now()
         if remote.dead or max(self.cut_until, remote.cut_until) > now:
             self._unreachable(flight)

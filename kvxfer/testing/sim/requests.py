@@ -21,7 +21,7 @@ from kvxfer.core.events import (
 )
 from kvxfer.core.layout import Blocks
 from kvxfer.core.offer import Endpoint, Offer
-from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError
+from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, KvxferError
 from kvxfer.testing.sim.memory import LAYERS, content
 from kvxfer.testing.sim.node import LEASE, MARGIN, TIMEOUTS, SimNode
 
@@ -50,6 +50,8 @@ class Request:
     start: dict[str, int] = attrs.field(factory=dict)
     """Where, by consumer, the wanted positions begin."""
     offer: Offer | None = None
+    renewed: bool = False
+    expired: bool = False
     received: bool = False
     received_at: float = 0.0
     sent: bool = False
@@ -145,6 +147,12 @@ class Requests:
             world.touch(consumer)
             world.trace(name, consumer, "declines")
             return
+        if not request.renewed and rng.random() < world.config.renew:
+            request.renewed = True
+            consumer.agent.renew([offer])
+            world.touch(consumer)
+            world.later(rng.random(), lambda: self._pull(request, offer, tries))
+            return
         start = rng.randrange(request.blocks) if rng.random() < 0.3 else 0
         ids = consumer.memory.take((Role.CONSUMER, name), request.blocks - start)
         if ids is None:
@@ -155,8 +163,9 @@ class Requests:
         try:
             consumer.agent.pull(offer, Blocks.at(start, ids))
         except (InvalidInputError, CapacityError) as error:
-            # Still draining from an earlier try, or full.
+            # Full, or still draining from an earlier try.
             world.trace(name, consumer, f"pull refused: {error}")
+            self._check_pins(consumer, error, name)
             consumer.memory.give_back((Role.CONSUMER, name))
             return
         request.consumers.append(consumer)
@@ -175,7 +184,8 @@ class Requests:
             return
         try:
             consumer.agent.accept(name, Blocks.at(0, ids))
-        except CapacityError:
+        except (InvalidInputError, CapacityError) as error:
+            self._check_pins(consumer, error, name)
             consumer.memory.give_back((Role.CONSUMER, name))
             return
         request.consumers.append(consumer)
@@ -209,6 +219,11 @@ class Requests:
             return
         self._opened(producer, Role.PRODUCER, name, _PUSH)
         self._maybe_abort(producer, name, world.config.abort_producer)
+
+    def _check_pins(self, node: SimNode, error: KvxferError, name: str) -> None:
+        """Blocks that are free for the allocator must not be pinned any more."""
+        if "into which bytes may still land" in error.message:
+            self._world.violation(f"{node}: free blocks are refused for {name}: {error}", name)
 
     def _maybe_abort(self, node: SimNode, name: str, chance: float) -> None:
         world = self._world
@@ -274,6 +289,7 @@ class Requests:
                 self._sent(node, name)
             case Expired():
                 self._ended(node, Role.PRODUCER, name, "Expired")
+                self.by_id[name].expired = True
                 self._check_leases(node, name)
                 self._check_release(node, name)
                 self._give_back(node, Role.PRODUCER, name)
@@ -305,6 +321,8 @@ class Requests:
             self._world.violation(f"{node}: {name} was received with wrong bytes", name)
         if request.write and event.payload != name.encode():
             self._world.violation(f"{node}: {name} came with payload {event.payload!r}", name)
+        if request.expired:
+            self._world.violation(f"{node}: {name} was received after it had been freed", name)
         request.received = True
         request.received_at = self._world.clock.now()
         self._give_back(node, Role.CONSUMER, name)
@@ -361,7 +379,10 @@ class Requests:
             if node.dead or (role, name) not in node.quarantined:
                 return
             ids = node.memory.ids((role, name))
-            if any(node.memory.landing[i] or node.memory.reading[i] for i in ids):
+            writer = self.by_id[name].producer if self.by_id[name].write else None
+            if writer is not None and not writer.dead and (Role.PRODUCER, name) in writer.open:
+                self._world.later(0.5, look)  # it may be stopped, and post once it goes on
+            elif any(node.memory.landing[i] or node.memory.reading[i] for i in ids):
                 self._world.later(0.5, look)
             else:
                 node.agent.reclaim(name)

@@ -22,7 +22,7 @@ from kvxfer.core.topology import Ranks
 from kvxfer.policies.classify import ClassifierRegistry
 from kvxfer.testing.clock import FakeClock
 from kvxfer.testing.sim.config import NodeFault, PostFault, SimConfig
-from kvxfer.testing.sim.engine import Fabric
+from kvxfer.testing.sim.engine import Fabric, SimTransport
 from kvxfer.testing.sim.network import SimNetwork
 from kvxfer.testing.sim.node import MARGIN, TIMEOUTS, SimNode
 from kvxfer.testing.sim.phases import message_phase, post_phase, transfer_phase
@@ -59,6 +59,7 @@ class World:
         self.fabric = Fabric(self.clock, self.rng, config, self.later)
         self.fabric.violation = self.violation
         self.fabric.on_fault = self._post_fault
+        self.fabric.on_post = self._maybe_pause
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._names = itertools.count()
@@ -204,10 +205,7 @@ class World:
                 node.scheduled_at = float("inf")
                 self._schedule(node, node.stalled_until)
             case NodeFault.PAUSE:
-                node.looks_until_pause = rng.randint(1, 12)
-                node.pause_for = rng.choice((0.1, 1.0, 8.0)) * rng.random()
-                node.clock.on_look = node.pause_at_look
-                self.touch(node)
+                self._pause_soon(node)
             case NodeFault.JUMP:
                 seconds = rng.random() * MARGIN * 0.9
                 node.clock.offset += seconds
@@ -251,6 +249,18 @@ class World:
             )
             frame = wire.encode(f"x-{i % 7}", body, i + 1)
             node.channel.inbox.append(Inbound(("crowd", 0, 0, "tcp://10.9.9.9:1"), frame))
+        self.touch(node)
+
+    def _maybe_pause(self, transport: SimTransport) -> None:
+        """A process can be stopped while its bytes are on their way."""
+        if self.rng.random() < self.config.nodes.get(NodeFault.PAUSE, 0.0):
+            node = next(n for n in self.nodes if n.transport is transport)
+            self._pause_soon(node)
+
+    def _pause_soon(self, node: SimNode) -> None:
+        node.looks_until_pause = self.rng.randint(1, 12)
+        node.pause_for = self.rng.choice((0.1, 1.0, 8.0)) * self.rng.random()
+        node.clock.on_look = node.pause_at_look
         self.touch(node)
 
     def _message_fault(self, name: str, data: bytes) -> None:

@@ -371,7 +371,7 @@ def test_backpressure_is_by_pieces_in_flight(make_near, make_child, gate):
     ) as caught:
         near.transport.post(Op.READ, path, pages(3))
     assert caught.value.engine.message.startswith(messages.QUEUE_FULL.text)
-    assert path.undrained == {first}
+    assert list(path.undrained) == [first]
     gate.open.set()
     over([first])
     over([near.transport.post(Op.READ, path, pages(3))])

@@ -425,9 +425,9 @@ def test_owner_that_sends_no_file(near, monkeypatch):
 
 
 @pytest.fixture
-def table():
+def table(make_near):
     """The regions of a peer that does not exist, and the requests made to it."""
-    peer = ShmPeer(None, PeerInfo(transport="shm", incarnation="x"), None)
+    peer = ShmPeer(make_near().transport, PeerInfo(transport="shm", incarnation="x"), None)
     unmapped = []
     table = RegionTable(peer, unmap=unmapped.append)
     table.peer, table.unmapped = peer, unmapped
