@@ -178,6 +178,22 @@ def test_no_proof_means_quarantine_and_not_ready(rig: Rig) -> None:
     assert c.tables["pinned_blocks"] == 0
 
 
+def test_a_late_fence_ends_the_quarantine(rig: Rig) -> None:
+    """Promise 3: a fence that is done only after the blocks went into quarantine is as good a
+    proof: they come back by themselves."""
+    late = Fault(kind=FaultKind.LATE, after=8.0)
+    plan = FaultPlan(posts=[Fault(kind=FaultKind.NEVER)], fences=[late] * 9)
+    p, c = rig.node("p", lease=60.0), rig.node("c", plan=plan)
+    c.agent.pull(p.agent.hold("t", at(0, 5)), at(0, 1))
+    rig.run(lambda: bool(c.of(Quarantined)))
+    began = rig.clock.now()
+    rig.run(lambda: bool(c.of(Drained)))
+    assert rig.clock.now() - began == pytest.approx(3.0, abs=0.2)
+    assert c.of(Drained)[0].drained_by == "fence"
+    assert c.agent.snapshot().quarantine == ()
+    assert c.tables["pinned_blocks"] == 0
+
+
 def test_decline_frees_at_once(rig: Rig) -> None:
     """Report O23: declining needs no link, no caches and no pull."""
     p, c = rig.node("p"), rig.node("c")

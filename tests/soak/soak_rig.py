@@ -179,12 +179,18 @@ class Soak:
         return self.until(lambda: not any(child.open for child in children), what, LONGEST + _SLACK)
 
     def serves(self, what: str) -> None:
-        """Both sides carry out new requests, successfully."""
-        before = self.outcomes["consumer received"]
-        for _ in range(4):
-            self.request()
-        self.settle(what, self.producer, self.consumer)
-        received = self.outcomes["consumer received"] - before
+        """Both sides carry out new requests, successfully.
+
+        At the second try at the latest: on a busy machine a lease can end before it was asked for.
+        """
+        for _ in range(2):
+            before = self.outcomes["consumer received"]
+            for _ in range(4):
+                self.request()
+            self.settle(what, self.producer, self.consumer)
+            received = self.outcomes["consumer received"] - before
+            if received == 4:
+                return
         if received < 4:
             self.problems.append(
                 f"{what}: {received} of 4 requests were received; {dict(self.outcomes)} {self.why}"

@@ -34,8 +34,8 @@ from kvxfer.policies.timeouts import Timeouts
 
 LAYERS, BLOCKS, NBYTES, TOKENS = 3, 64, 128 << 10, 16
 FREE = 0xEE
-TIMEOUTS = Timeouts(connect=1.5, queue=2.0, post=1.0, transfer=3.0, ack=3.0, drain=0.5)
-LEASE, MARGIN = 1.5, 0.3
+TIMEOUTS = Timeouts(connect=2.0, queue=3.0, post=2.0, transfer=5.0, ack=4.0, drain=0.5)
+LEASE, MARGIN = 4.0, 0.3
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + TIMEOUTS.ack + LEASE + MARGIN
 """No transfer may be open for longer, in seconds."""
 
