@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.core.pieces import (
-    Flat,
-    Int32Array,
-    Int64Array,
-    Members,
-    Pieces,
-    Repeated,
-    Term,
-    Vectors,
-    as_list,
-)
+from kvxfer.core.pieces import Int32Array, Int64Array, Members, Pieces, as_list
+from kvxfer.core.terms import Flat, Repeated, Term, Vectors
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -191,10 +191,9 @@ class Soak:
             received = self.outcomes["consumer received"] - before
             if received == 4:
                 return
-        if received < 4:
-            self.problems.append(
-                f"{what}: {received} of 4 requests were received; {dict(self.outcomes)} {self.why}"
-            )
+        self.problems.append(
+            f"{what}: {received} of 4 requests were received; {dict(self.outcomes)} {self.why}"
+        )
 
     # ---- rounds --------------------------------------------------------------------------------
 
