@@ -219,7 +219,7 @@ def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
     """The tests of the simulator with its sabotages, then a campaign of new seeds."""
     python = ready[0].python
     run.pytest(python, "tests/sim", "-n", "2")
-    seeds = os.environ.get("SIM_SEEDS", "60")
+    seeds = os.environ.get("SIM_SEEDS", "10")
     words: list[str | Path] = [python, "-m", "kvxfer", "sim", "--table", "--shrink"]
     words += ["--seed", "1000", "--seeds", seeds, "--transfers", "200", "--jobs", "2"]
     status, _ = run.program(words)

@@ -32,16 +32,12 @@ __all__ = [
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Vectors = tuple[Int32Array, Int64Array, Int64Array, Int64Array]
-"""``(pair, local, remote, size)``."""
 
 T = TypeVar("T")
 
 INT64 = np.iinfo(np.int64)
 _FEW = 64
 """Up to so many numbers Python is quicker than numpy."""
-_FEW = 64
-"""Up to so many values are not worth a look with numpy."""
 _PARTS_KEPT = 64
 """Stretches of shared pieces that are remembered, for the members that come next."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.backends._machine import has_rdma_device
@@ -69,6 +69,7 @@ def test_an_index_names_exactly_its_piece(size, regions, data):
         assert address + length <= 1000 * (device + 1) + regions[device]
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(1, 24),
     members=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90)), min_size=1, max_size=5),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.backends.loopback import LoopbackTransport
@@ -92,6 +92,7 @@ def a_path(local: list[int], remote: list[int]) -> Path:
     )
 
 
+@settings(deadline=None)
 @given(factors())
 @example(([0, 0], [0, TOP], [0, 0], [0, 1], [0, 0], [1, 1]))
 @example(([0, 0], [0, -9], [0, 0], [3, 8], [0, 0], [1, 1]))
@@ -111,6 +112,7 @@ def test_it_is_refused_for_the_same_reason(parts: Factors) -> None:
     assert mine == theirs
 
 
+@settings(deadline=None)
 @given(factors(sane=True))
 def test_it_reads_like_its_flat_twin(parts: Factors) -> None:
     """Vectors, lists, pairs, bytes and length are those of the pieces written out."""
@@ -123,6 +125,7 @@ def test_it_reads_like_its_flat_twin(parts: Factors) -> None:
     assert other.shared_lists() == other.lists()[1:]
 
 
+@settings(deadline=None)
 @given(factors(sane=True), st.integers(-40, 40), st.integers(-40, 40))
 def test_a_slice_is_the_slice_of_its_twin(parts: Factors, start: int, stop: int) -> None:
     """Also where it begins or ends inside a member, and counted from the end."""
@@ -134,6 +137,7 @@ def test_a_slice_is_the_slice_of_its_twin(parts: Factors, start: int, stop: int)
         same(one.of_pairs(pairs), other.of_pairs(pairs))
 
 
+@settings(deadline=None)
 @given(factors(sane=True), st.integers(1, 20), st.integers(1, 80))
 def test_cuts_hold_the_same_bytes(parts: Factors, max_pieces: int, max_nbytes: int) -> None:
     """In order, within both bounds, each factored; no piece is cut that fits."""
@@ -146,6 +150,7 @@ def test_cuts_hold_the_same_bytes(parts: Factors, max_pieces: int, max_nbytes: i
     assert mine == [row for cut in limited for row in zip(*cut.lists(), strict=True)]
 
 
+@settings(deadline=None)
 @given(factors(sane=True), st.integers(1, 6))
 def test_members_share_the_lists_of_their_stretches(parts: Factors, max_pieces: int) -> None:
     """Lists are made once per stretch, however many members there are."""
@@ -161,6 +166,7 @@ def test_members_share_the_lists_of_their_stretches(parts: Factors, max_pieces: 
         assert len(distinct) == bool(n and m)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(factors(sane=True), st.booleans()), max_size=4), st.integers(1, 20))
 def test_joined_batches_hold_all_pieces_in_order(
     several: list[tuple[Factors, bool]], max_pieces: int
@@ -206,6 +212,7 @@ def test_batches_of_the_same_pieces_join_factored() -> None:
     assert repr(one) == "Batch(2 pieces for each of 4 members, 64 bytes)"
 
 
+@settings(deadline=None)
 @given(factors(sane=True), st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), max_size=4))
 @example(([0], [0], [0], [TOP - 9], [0], [9]), [(TOP, 9)])
 @example(([0], [0], [0], [TOP - 9], [0], [10]), [(TOP, 10)])

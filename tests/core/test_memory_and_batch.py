@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.core.batch import Batch
@@ -61,6 +61,7 @@ def test_bad_batches_are_refused(vectors: tuple[list[int], ...], text: str) -> N
         Batch(*vectors)
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 300), max_size=30),
     max_pieces=st.integers(1, 8),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.core.layout import Blocks, KVLayout, LayerRef, match_layers, plan_layers
@@ -69,6 +69,7 @@ def bytes_of(plan: PairedPlan) -> list[tuple[int, int, int]]:
     )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_merging_layers_finds_everything_that_touches(data: st.DataObject) -> None:
     """The factored way ends with as many pieces as the written-out one, and with the same bytes."""

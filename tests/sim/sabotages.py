@@ -97,6 +97,7 @@ SABOTAGES = (
         file="core/leases.py",
         old="        for transfer_id in self._timers.pop_due(now):",
         new="        for transfer_id in self._timers.pop_due(-1.0):",
+        options=("--harsh", "1", "--transfers", "150"),
     ),
     Sabotage(
         name="never-sent-again",
@@ -176,12 +177,6 @@ SABOTAGES = (
         file="agent/accept.py",
         old="        if self.error is None and now >= self._deadline:",
         new="        if self.error is None and now < 0:",
-    ),
-    Sabotage(
-        name="renewal-spins",
-        promise="7: no loop without a bound",
-        file="agent/renewal.py",
-        old="self._ctx.at(self, min(self._until, self._next_at) if link.up else self._until)",
-        new="self._ctx.at(self, min(self._until, self._next_at))",
+        options=("--harsh", "1", "--transfers", "150"),
     ),
 )
