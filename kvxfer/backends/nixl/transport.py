@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import threading
+import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -44,6 +45,9 @@ NO_PEER_FENCE = (
     "NIXL has no fence per peer: what is in flight lands even after its handle is released and its "
     "agent forgotten. Closing the transport ends what lands here"
 )
+
+_LAST_CHANCE = 1.0
+"""Seconds at most that ``close`` gives to what is in flight."""
 
 _abandoned: list[object] = []
 """What threads that never came back may still touch: kept for the life of the process."""
@@ -310,7 +314,12 @@ class NixlTransport(Transport):
             # Ending the agent under a thread that is inside it would end the process.
             _abandoned.append((self._agent, self._flights))
             return
+        # Better that they end than that we end the agent under them: UCX was seen to abort then.
+        until = time.monotonic() + min(deadline / 2, _LAST_CHANCE)
         self._advance(len(self._flights))
+        while self._flights and time.monotonic() < until:
+            time.sleep(0.001)
+            self._advance(len(self._flights))
         for flight in self._flights:
             _release(flight.handle)
         self._flights.clear()
