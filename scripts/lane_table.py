@@ -106,6 +106,9 @@ SMOKE = (
 )
 """Enough to see that a Python works: every layer, every dependency, and then the demo."""
 
+SLOW = ("tests/agent/test_aborts.py", "tests/agent/test_keeper_process.py")
+"""Parts of it that take minutes and depend on no Python version: the other lanes have them."""
+
 SOURCE_ONLY = ("tests/docs", "tests/packaging/source")
 """Parts of the portable suite that are about the source tree itself."""
 
@@ -139,7 +142,7 @@ def _portable(run: LaneRun, ready: Sequence[Ready]) -> None:
 
 
 def _smoke(run: LaneRun, ready: Sequence[Ready]) -> None:
-    run.pytest(ready[0].python, *SMOKE)
+    run.pytest(ready[0].python, *SMOKE, *(f"--ignore={path}" for path in SLOW))
     status, _ = run.program([ready[0].python, "-m", "kvxfer", "demo", "--requests", "20"])
     run.check("the demo", status == 0, f"exit status {status}")
 
