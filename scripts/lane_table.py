@@ -109,7 +109,12 @@ SMOKE = (
 SLOW = ("tests/agent/test_aborts.py", "tests/agent/test_keeper_process.py")
 """Parts of it that take minutes and depend on no Python version: the other lanes have them."""
 
-SOURCE_ONLY = ("tests/docs", "tests/packaging/source")
+SOURCE_ONLY = (
+    "tests/agent/test_cost.py",
+    "tests/docs",
+    "tests/examples",
+    "tests/packaging/source",
+)
 """Parts of the portable suite that are about the source tree itself."""
 
 NEEDS_TORCH = r"\btorch\b"
