@@ -73,6 +73,8 @@ class _Target:
     parts: list[Part] = attrs.field(factory=list)
     accepts_until: float = 0.0
     """When the consumer gives up by itself."""
+    session: int = 0
+    """Of the consumer's hello when it granted."""
     nbytes: int = 0
     """What was written, once it is known."""
     sealing: bool = False
@@ -149,6 +151,7 @@ class Push:
         if self.error is None:
             try:
                 self._reach(now)
+                self._check_sessions(now)
                 self._ask(now)
                 self._check_ready(now)
                 self._move(now)
@@ -177,6 +180,27 @@ class Push:
                 )
                 return
 
+    def _check_sessions(self, now: float) -> None:
+        """A consumer that builds its connection anew may have fenced us: its grant is void.
+
+        Its blocks may belong to another transfer by now, whether or not its cancel reached us.
+        """
+        for target in self._targets:
+            link = target.link
+            if target.ref is None or target.sealing or link is None:
+                continue
+            if _session(link) != target.session:
+                self.fail(
+                    TransferError(
+                        f"consumer rank {target.endpoint.rank} built its connection anew: what it "
+                        "had granted is void",
+                        kind=ErrorKind.STALE,
+                        next_step="push again under a new transfer",
+                    ),
+                    now,
+                )
+                return
+
     def _ask(self, now: float) -> None:
         """Ask for the destination blocks, again until they come."""
         for target in self._targets:
@@ -195,6 +219,7 @@ class Push:
                     target.groups = tuple(_blocks(group) for group in message.groups)
                     target.ref = message.ref
                     target.accepts_until = now + message.remaining
+                    target.session = _session(target.link)
                     self._ctx.soon(self)
                 return
         self._ctx.counters.count("accepts.stranger")
@@ -512,6 +537,10 @@ def _blocks(group: wire.BlocksWire) -> Blocks:
     if group.positions is None:
         return Blocks.unplaced(ids, placeholder=-1)
     return Blocks.placed(wire.unpack_ids(group.positions), ids, placeholder=-1)
+
+
+def _session(link: Link) -> int:
+    return link.hello.session if link.hello is not None else 0
 
 
 def _check_visibility(link: Link) -> None:
