@@ -202,9 +202,10 @@ class _Inside:
         self._softrdma.delay(seconds)
 
     def tables(self) -> None:
-        """Say what is left, once nothing is under way or 30 s have passed."""
-        self.agent.drain(30.0)
-        self.say(op="tables", tables=self.agent.snapshot().tables)
+        """Say what is left, once nothing is under way or 8 s have passed."""
+        self.agent.drain(8.0)
+        snapshot = self.agent.snapshot()
+        self.say(op="tables", tables=snapshot.tables, quarantined=len(snapshot.quarantine))
 
 
 def _main() -> None:

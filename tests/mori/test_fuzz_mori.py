@@ -15,7 +15,8 @@ from mori_rig import NBYTES, scattered
 
 from kvxfer.core.attempt import AttemptState
 from kvxfer.core.memory import span_of
-from kvxfer.errors import HandshakeError
+from kvxfer.core.verdict import Op
+from kvxfer.errors import HandshakeError, StaleError
 
 CALLS = int(os.environ.get("KVXFER_MORI_FUZZ", "10000"))
 SEED = 20
@@ -67,6 +68,37 @@ def test_names_that_are_no_text(rig):
         _, error = r.outcome(r.transport.prepare(far.peer, pairs))
         assert isinstance(error, HandshakeError)
     assert r.read(far.path, scattered(4)).state is AttemptState.DONE
+
+
+def test_lengths_that_are_lies(rig):
+    """A descriptor that announces more than the machine has is refused as damaged."""
+    r = rig(regions=1)
+    far = r.far()
+    info = far.process.info
+    damaged = attrs.evolve(info, data=b"\xdd\xff\xff\xff\xff" + info.data[1:])
+    _, error = r.outcome(r.transport.connect(damaged))
+    assert isinstance(error, HandshakeError)
+
+
+def test_deregistered_memory_is_not_registered_again(rig):
+    """Once memory is deregistered its owner may free it: neither its descriptor nor a path can be
+    had any more, and a peer that kept the old one changes no byte."""
+    r = rig(regions=1)
+    writer = rig(regions=1)
+    transport, region = r.transport, r.regions[0]
+    peer = writer.answer(writer.transport.connect(transport.local_info()))
+    pairs = [(writer.regions[0], transport.descriptor(region))]
+    path = writer.answer(writer.transport.prepare(peer, pairs))
+    writer.arrays[0][:] = 0x11
+    assert writer.post(Op.WRITE, path, scattered(4)).state is AttemptState.DONE
+    transport.deregister(region)
+    with pytest.raises(StaleError, match="deregistered"):
+        transport.descriptor(region)
+    r.arrays[0][:] = 0  # it is somebody else's now
+    assert writer.post(Op.WRITE, path, scattered(4)).state is AttemptState.FAILED
+    _, error = writer.outcome(writer.transport.prepare(peer, pairs))
+    assert error is not None
+    assert not r.arrays[0].any()
 
 
 def test_deregister_while_an_engine_ends(rig):

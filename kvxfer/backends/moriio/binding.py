@@ -334,7 +334,7 @@ def _readable(data: bytes) -> Iterator[None]:
 def _unpack(kind: Any, data: bytes) -> Any:
     try:
         return kind.unpack(data)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:  # the latter for a length that is a lie
         raise WireError(f"{len(data)} bytes are no {kind.__name__} of MoRI-IO: {error}") from error
 
 

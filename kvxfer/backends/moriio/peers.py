@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,7 +13,7 @@ from kvxfer.backends._background import JobThread
 from kvxfer.backends.moriio.binding import BACKEND, Memory, Remote, read_memory, read_remote
 from kvxfer.backends.moriio.generation import GenerationEnded
 from kvxfer.core.transport import Path, Peer, PeerInfo, Transport
-from kvxfer.errors import HandshakeError, WireError
+from kvxfer.errors import HandshakeError, RegionBusyError, StaleError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,10 +72,22 @@ class RegisteredMemory:
         self._span = span
         self._lock = threading.Lock()
         self._known: dict[int, tuple[Generation, Memory, dict[int, Memory]]] = {}
+        self._removed = False
 
     def on(self, generation: Generation) -> tuple[Memory, Mapping[int, Memory]]:
-        """The memory as the engine of ``generation`` knows it, and its views by their offset."""
+        """The memory as the engine of ``generation`` knows it, and its views by their offset.
+
+        Raises:
+            StaleError: it was removed: its owner may have freed it.
+            GenerationEnded: see ``Generation``.
+        """
         with self._lock:
+            if self._removed:
+                raise StaleError(
+                    f"the region at {self._span.address:#x} ({self._span.nbytes} bytes) was "
+                    "deregistered",
+                    next_step="register it and prepare a new path",
+                )
             for number, (other, _, _) in tuple(self._known.items()):
                 if other.ended:
                     del self._known[number]
@@ -83,25 +95,48 @@ class RegisteredMemory:
             if found is None:
                 span = self._span
                 whole = generation.register(span)
-                views = {}
+                views: dict[int, Memory] = {}
+                found = self._known[generation.number] = (generation, whole, views)
                 for offset, nbytes in span.views:
                     part = attrs.evolve(
                         span, address=span.address + offset, nbytes=nbytes, views=()
                     )
                     views[offset] = generation.register(part)
-                found = self._known[generation.number] = (generation, whole, views)
             return found[1:]
 
     def remove(self) -> None:
-        """Deregister it from every engine that still exists."""
+        """Deregister it from every engine that still exists, for good. May wait.
+
+        Raises:
+            RegionBusyError: an engine that is being ended has not ended in time.
+        """
         with self._lock:
-            while self._known:
-                _, (generation, whole, views) = self._known.popitem()
-                if not generation.ended:
-                    # Its end, which has begun, deregisters everything.
-                    with contextlib.suppress(GenerationEnded):
-                        for memory in (*views.values(), whole):
-                            generation.deregister(memory)
+            for number, (generation, whole, views) in tuple(self._known.items()):
+                try:
+                    for memory in (*views.values(), whole):
+                        generation.deregister(memory)
+                except GenerationEnded:
+                    # Its end, which has begun, deregisters everything: but not before.
+                    _await_end(generation)
+                del self._known[number]
+            self._removed = True
+
+
+_END_S = 10.0
+"""An engine's end waits for handshakes with silent peers, 5 s by default."""
+_LOOK_S = 0.001
+
+
+def _await_end(generation: Generation) -> None:
+    end = time.monotonic() + _END_S
+    while not generation.ended:
+        if time.monotonic() >= end:
+            raise RegionBusyError(
+                f"engine generation {generation.number} knows the region and has not ended within "
+                f"{_END_S:g} s",
+                next_step="try again",
+            )
+        time.sleep(_LOOK_S)
 
 
 def engine_key(incarnation: str, *, generation: int | None = None) -> str:

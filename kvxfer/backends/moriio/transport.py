@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import time
@@ -160,7 +161,8 @@ class MoriioTransport(Transport):
         engine = Engine(key, self._host, self.config, port=port)
         generation = Generation(number, engine, self.config)
         for region in tuple(self._registered):
-            _memory_of(region).on(generation)
+            with contextlib.suppress(StaleError):  # deregistered meanwhile
+                _memory_of(region).on(generation)
         return generation
 
     def _move_to(self, fresh: Generation) -> None:
@@ -425,7 +427,7 @@ class MoriioTransport(Transport):
         def left() -> float:
             return max(end - time.monotonic(), 0.0)
 
-        peers = tuple(self._peers)
+        peers, registered = tuple(self._peers), tuple(self._registered)
         for peer in peers:
             peer.thread.stop()
         self._generations.close(left())
@@ -441,7 +443,7 @@ class MoriioTransport(Transport):
                 generation.end()
             else:
                 # Ending the engine under a thread that is inside it would end the process.
-                _abandoned.append((generation, list(unfinished)))
+                _abandoned.append((generation, list(unfinished), registered))
         for path in tuple(self._paths):
             for attempt in tuple(path.undrained):
                 # Without queue pairs nothing lands here. What a WRITE has sent may land there.
