@@ -103,16 +103,27 @@ def test_holder_from_a_proc_directory(tmp_path: Path) -> None:
     assert port_holder(14579, tmp_path / "absent") is None
 
 
+def _neighbours() -> tuple[socket.socket, socket.socket]:
+    """Two sockets bound to a port and the next one; other processes may hold any of them."""
+    for _ in range(50):
+        first, second = socket.socket(), socket.socket()
+        first.bind(("127.0.0.1", 0))
+        try:
+            second.bind(("127.0.0.1", first.getsockname()[1] + 1))
+        except (OSError, OverflowError):
+            first.close()
+            second.close()
+        else:
+            return first, second
+    pytest.fail("no two neighbouring ports are free")
+
+
 def test_real_ports() -> None:
     """A taken port is passed over; all taken is an error naming us, and nothing stays open."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
+    first, second = _neighbours()
+    with first, second:
         port = first.getsockname()[1]
         first.listen()
-        try:
-            second.bind(("127.0.0.1", port + 1))
-        except (OSError, OverflowError):
-            pytest.fail(f"the port after {port} is taken; run again")
         with ZmqChannel(ControlConfig(port_range=PortRange(port, port + 3))) as channel:
             taken = Address.parse(channel.address).port
             assert taken is not None
