@@ -28,6 +28,13 @@ def _views(value: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(value)
 
 
+def _from_1(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+        raise InvalidInputError(
+            f"{attribute.name} is {value!r}: it must be an integer within 1..2**63-1"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class Span:
     """A stretch of memory that somebody owns: not registered with anything yet.
@@ -40,8 +47,8 @@ class Span:
     such as the layers that share one storage.  It takes no part in comparisons either.
     """
 
-    address: int = attrs.field(validator=v.and_(v.instance_of(int), v.gt(0)))
-    nbytes: int = attrs.field(validator=v.and_(v.instance_of(int), v.gt(0), v.lt(2**63)))
+    address: int = attrs.field(validator=_from_1)
+    nbytes: int = attrs.field(validator=_from_1)
     kind: MemoryKind = attrs.field(default=MemoryKind.DRAM, validator=v.instance_of(MemoryKind))
     device: int = -1
     owner: object = attrs.field(default=None, eq=False, repr=False)

@@ -35,6 +35,15 @@ def test_what_is_no_memory_is_refused(bad: object) -> None:
         span_of(bad)
 
 
+@pytest.mark.parametrize("field", ["address", "nbytes"])
+@pytest.mark.parametrize("value", [0, -1, 2**63, 1.5, True, "8"])
+def test_spans_that_no_memory_has(field: str, value: object) -> None:
+    """Sizes and addresses that int64 does not hold are refused by name, with an error of ours."""
+    fields: dict[str, object] = {"address": 4096, "nbytes": 8, field: value}
+    with pytest.raises(InvalidInputError, match=rf"{field} is .* within 1\.\.2\*\*63-1"):
+        Span(**fields)  # type: ignore[arg-type]
+
+
 def test_torch_storage_is_one_region() -> None:
     """One Region per storage: layers that view one storage share a span; bf16 works."""
     torch = pytest.importorskip("torch", reason="runs in the lane with torch")
