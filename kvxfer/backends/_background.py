@@ -16,7 +16,7 @@ from kvxfer.errors import CapacityError, ClosedError, KvxferError, TransportErro
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Gate", "JobThread"]
+__all__ = ["Gate", "JobThread", "Turnstile"]
 
 T = TypeVar("T")
 
@@ -73,6 +73,53 @@ def _empty_engines() -> None:
     end = time.monotonic() + EXIT_WAIT_S
     for gate in tuple(_gates):
         gate.close(max(end - time.monotonic(), 0.0))
+
+
+MISSES = 8
+"""How often in a row a poller may find an engine taken before it is let in first."""
+POLLER_PATIENCE_S = 0.01
+"""How long a thread that works on an engine steps back for a poller that found it taken. A thread
+that polls without pause is back within microseconds; one that sleeps in between, within this."""
+
+
+class Turnstile:
+    """A lock for a poller that never waits and for others that may.
+
+    ``with turnstile:`` waits for the lock.  ``try_enter`` does not: where it has found the lock
+    taken ``MISSES`` times in a row, whoever comes next waits for it to get in, for
+    ``POLLER_PATIENCE_S`` at most.  A plain lock would starve it: a thread that takes the lock
+    again as soon as it has released it is faster than one that looks now and then.  Any thread;
+    not reentrant; one poller.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._misses = 0
+        self._served = threading.Event()
+        self._served.set()
+
+    def __enter__(self) -> None:
+        if not self._served.is_set() and not self._served.wait(POLLER_PATIENCE_S):
+            self._served.set()  # it does not poll at the moment
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def try_enter(self) -> bool:
+        """Take the lock if it is free; the caller must ``leave`` then."""
+        if self._lock.acquire(blocking=False):
+            self._misses = 0
+            self._served.set()
+            return True
+        self._misses += 1
+        if self._misses >= MISSES:
+            self._served.clear()
+        return False
+
+    def leave(self) -> None:
+        """Give back what ``try_enter`` took."""
+        self._lock.release()
 
 
 class JobThread:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
 
+from kvxfer.backends._background import Turnstile
 from kvxfer.backends.mooncake import messages
 from kvxfer.backends.mooncake.binding import DONE, TIMED_OUT, UNDER_WAY
 from kvxfer.backends.mooncake.identity import NBYTES
@@ -76,7 +76,7 @@ class Flights:
         report: Callable[[Attempt], None],
         over: Callable[[Remote], None],
     ) -> None:
-        self.lock = threading.Lock()
+        self.lock = Turnstile()
         self.under_way: list[Flight] = []
         self._engine = engine
         self._tokens = tokens
@@ -177,7 +177,7 @@ class Flights:
 
     def advance(self, budget: int) -> None:
         """Ask for what is under way, unless another thread is at it; at most ``budget`` end."""
-        if not self.under_way or not self.lock.acquire(blocking=False):
+        if not self.under_way or not self.lock.try_enter():
             return
         try:
             still: list[Flight] = []
@@ -192,7 +192,7 @@ class Flights:
                     still.append(flight)
             self.under_way = still
         finally:
-            self.lock.release()
+            self.lock.leave()
 
     def ask(self, flight: Flight) -> bool:
         """Ask for the pieces of ``flight``; whether all have ended. One thread at a time."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvxfer.backends._background import Gate, JobThread
+from kvxfer.backends._background import Gate, JobThread, Turnstile
 from kvxfer.backends.nixl.binding import BACKEND, DISCONNECTED, Agent, describe
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
@@ -89,7 +88,7 @@ class NixlTransport(Transport):
         )
         self._gate = Gate(self.name)
         # Around every call of the agent, and what is below. Its holder may be inside NIXL.
-        self._lock = threading.Lock()
+        self._lock = Turnstile()
         self._flights: list[_Flight] = []
         self._forgotten: collections.deque[NixlPath] = collections.deque()
         self._remotes = Remotes(self._agent)
@@ -194,11 +193,11 @@ class NixlTransport(Transport):
     def _close_path(self, path: Path) -> None:
         assert isinstance(path, NixlPath)
         self._forgotten.append(path)
-        if self._lock.acquire(blocking=False):
+        if self._lock.try_enter():
             try:
                 self._release_lists()
             finally:
-                self._lock.release()
+                self._lock.leave()
 
     def _release_lists(self) -> None:
         """Free what closed paths had prepared. Called with the lock held."""
@@ -276,7 +275,7 @@ class NixlTransport(Transport):
     # ---- progress --------------------------------------------------------------------------
 
     def _advance(self, budget: int) -> None:
-        if not (self._flights or self._forgotten) or not self._lock.acquire(blocking=False):
+        if not (self._flights or self._forgotten) or not self._lock.try_enter():
             return
         leaving = False
         try:
@@ -303,7 +302,7 @@ class NixlTransport(Transport):
             if leaving:
                 self._remotes.forget_unused()
         finally:
-            self._lock.release()
+            self._lock.leave()
 
     # ---- the end ---------------------------------------------------------------------------
 
