@@ -36,4 +36,4 @@ lane-%:
 	$(LANES) run $*
 
 clean: ## remove the environments and everything built
-	rm -rf .venv .venvs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venvs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kvxfer/backends/shm/_copy.*.so

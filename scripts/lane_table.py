@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compiles import CANNOT
 from lane_run import LaneFailed, LaneRun
 from venvs import ROOT, Ready, SetupError, Step, Venv, pip, pip_argv
 
@@ -50,18 +51,22 @@ TESTS = _files("test")
 # setuptools is among TESTS and BUILDER: without an isolated build, nothing is fetched twice.
 BUILDER = pip("setuptools")
 SOURCE = pip("--no-build-isolation", "-e", ".[cli,metrics]")
+WITH_BENCH = pip("--no-build-isolation", "-e", ".[bench,cli,metrics]")
 WITHOUT_TORCH = "without torch: no CPU build of the pinned torch for this Python and machine"
 TORCH = _files("torch", optional=WITHOUT_TORCH)
+WITHOUT_COMPILER = "without shm's compiled copier: no C compiler, or no headers of this Python"
+COMPILER = Step(("{python}", "scripts/compiles.py"), optional=WITHOUT_COMPILER, excuse=CANNOT)
+"""Compiles nothing of ours: where this works, our extension has to be built as well."""
 
 DEMO = Venv("demo", ANY, (BUILDER, pip("--no-build-isolation", "-e", ".[cli]")), ROOT / ".venv")
 LINT = Venv("lint", ANY, (_files("test", "lint"), SOURCE))
 DOCS = Venv(
     "docs",
     ("3.11", "3.12", "3.13"),
-    (_files("test", "docs"), SOURCE),
+    (_files("test", "docs"), WITH_BENCH),
 )
-PORTABLE = Venv("portable", ANY, (TORCH, TESTS, SOURCE))
-INSTALLED = Venv("py310", ("3.10",), (TESTS,))
+PORTABLE = Venv("portable", ANY, (TORCH, TESTS, COMPILER, WITH_BENCH))
+INSTALLED = Venv("py310", ("3.10",), (TESTS, COMPILER))
 # mori's wheels are for CPython 3.10, and for 3.12 only where glibc is 2.38 or newer.
 MORI = Venv("mori", ("3.10", "3.12"), (TESTS, SOURCE))
 NIXL = Venv(
@@ -118,6 +123,7 @@ SOURCE_ONLY = (
 """Parts of the portable suite that are about the source tree itself."""
 
 NEEDS_TORCH = r"\btorch\b"
+NEEDS_COMPILER = r"shm's compiled copier is not built"
 BY_CAPABILITY = r"\bby capability: "
 """A contract test asks for what the backend says it cannot do."""
 MORI_SKIPS = 26
@@ -128,9 +134,10 @@ NEEDS_ROOT = (r"changing the uid needs root", r"pid namespaces cannot be made he
 
 
 def _skips(notes: Sequence[str]) -> Sequence[str]:
-    """What may be skipped where torch is installed, unless the set-up noted that it is not."""
+    """What may be skipped, with what the set-up noted that it had to do without."""
     torch = (NEEDS_TORCH,) if WITHOUT_TORCH in notes else ()
-    return (BY_CAPABILITY, *torch, *(NEEDS_ROOT if os.geteuid() else ()))
+    compiled = (NEEDS_COMPILER,) if WITHOUT_COMPILER in notes else ()
+    return (BY_CAPABILITY, *torch, *compiled, *(NEEDS_ROOT if os.geteuid() else ()))
 
 
 def _engine_skips(notes: Sequence[str]) -> Sequence[str]:
@@ -288,7 +295,7 @@ def _install_wheel(run: LaneRun, python: Path, folder: Path) -> None:
     install = [*pip_argv(python), "install", "-q", "--no-input", "--no-compile"]
     again = [*install, "--force-reinstall", "--no-deps", str(wheels[0])]
     pins = str(ROOT / "constraints" / "constraints.txt")
-    for call in (again, [*install, "-c", pins, f"{wheels[0]}[cli,metrics]"]):
+    for call in (again, [*install, "-c", pins, f"{wheels[0]}[bench,cli,metrics]"]):
         status, _ = run.program(call, quiet=True)
         if status:
             raise LaneFailed("pip could not install the wheel")

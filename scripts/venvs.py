@@ -1,8 +1,9 @@
 """Virtual environments of the lanes: made once, kept, and remade when their pins change.
 
-An environment is stamped with a hash of its interpreter, its steps, ``pyproject.toml`` and the
-files under ``constraints/``.  A warm run compares the stamp and does nothing else.  What pip
-prints goes to a log beside the environment, without addresses of package indexes.
+An environment is stamped with a hash of its interpreter, its steps, ``pyproject.toml``, the sources
+that are compiled and the files under ``constraints/``.  A warm run compares the stamp and does
+nothing else.  What pip prints goes to a log beside the environment, without addresses of package
+indexes.
 
 One pinned pip fills all of them (``pip --python``), and compiles nothing ahead of need: that is
 three times faster than a pip in each.
@@ -27,6 +28,8 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".venvs"
 STAMP = "kvxfer-stamp.json"
+COMPILED_FROM = (ROOT / "setup.py", ROOT / "kvxfer" / "backends" / "shm" / "_copy.c")
+"""What an installation from the source tree compiles."""
 
 _ADDRESS = re.compile(r"https?://\S+|(?<=host=)'[^']*'")
 _NO_WHEEL = "No matching distribution found"
@@ -41,12 +44,13 @@ class Step:
     """One program that fills an environment.
 
     ``{python}`` stands for its interpreter, ``{venv}`` for its folder and ``{pip}`` for a pip that
-    works on it.  ``optional`` is what to tell when pip finds no wheel for this machine; without it,
-    the step has to work.
+    works on it.  ``optional`` is what to tell when it fails with ``excuse`` in its output (pip: no
+    wheel for this machine); without it, or for another reason, the step has to work.
     """
 
     argv: tuple[str, ...]
     optional: str = ""
+    excuse: str = _NO_WHEEL
 
     @property
     def touches_source(self) -> bool:
@@ -133,7 +137,7 @@ def pip_argv(python: Path) -> list[str]:
 def _key(venv: Venv, interpreter: str) -> str:
     digest = hashlib.sha256()
     pins = sorted((ROOT / "constraints").glob("*.txt"))
-    for path in [ROOT / "pyproject.toml", *pins]:
+    for path in [ROOT / "pyproject.toml", *COMPILED_FROM, *pins]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(repr((interpreter, venv.pythons, venv.steps, str(venv.folder))).encode())
     return digest.hexdigest()
@@ -177,7 +181,7 @@ def _run(venv: Venv, step: Step, log: TextIO) -> str:
     print(f"$ {' '.join(argv)}\n{output}# {time.monotonic() - started:.1f} s", file=log, flush=True)
     if done.returncode == 0:
         return ""
-    if step.optional and _NO_WHEEL in output:
+    if step.optional and step.excuse in output:
         return step.optional
     tail = "\n".join("  " + line for line in output.strip().splitlines()[-15:])
     raise SetupError(

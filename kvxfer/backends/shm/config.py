@@ -9,6 +9,7 @@ import attrs
 from attrs import validators as v
 
 from kvxfer.backends._options import config_from
+from kvxfer.backends.shm.copiers import CopierChoice
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,12 @@ class ShmConfig:
     workers_max: int = attrs.field(default=8, validator=_count(1, 64))
     """Bound on threads when some are stuck in a page fault and were replaced."""
     stuck_after: float = attrs.field(default=1.0, validator=_positive_seconds)
-    """A chunk (at most 4 MiB) that takes longer counts as stuck: its thread is replaced."""
+    """A chunk (at most 16 MiB and 4096 pieces) that takes longer counts as stuck: its thread is
+    replaced."""
+    copier: CopierChoice = attrs.field(
+        default=CopierChoice.AUTO, validator=v.instance_of(CopierChoice)
+    )
+    """Compiled where it is built ("auto"), compiled or an error, or Python and numpy."""
     queue_pieces: int = attrs.field(default=1 << 20, validator=_count(1, 1 << 30))
     """Pieces in flight per peer before ``post`` refuses with ``BackpressureError``."""
     handshake_timeout: float = attrs.field(default=10.0, validator=_positive_seconds)

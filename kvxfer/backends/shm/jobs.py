@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.backends.shm import messages
-from kvxfer.backends.shm.copying import copy_pieces, merge
+from kvxfer.backends.shm.copying import merge
 from kvxfer.backends.shm.vmread import ReadFailed, read_pieces
 from kvxfer.core.attempt import Accepted
 from kvxfer.core.batch import Batch
@@ -17,6 +17,7 @@ from kvxfer.core.verdict import EngineError, Op
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvxfer.backends.shm.copiers import CopyPieces
     from kvxfer.backends.shm.messages import Message
     from kvxfer.backends.shm.peer import RemoteRegion, ShmPath, ShmPeer
     from kvxfer.core.attempt import Attempt
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "CopyJob", "ProbeTask", "probe"]
 
 CHUNK_BYTES = 16 << 20
-"""Bytes copied at most before another peer gets its turn: a few milliseconds."""
+"""Bytes copied at most before another peer gets its turn, and before a stop is noticed: a few
+milliseconds."""
 CHUNK_BYTES_MIN = 1 << 20
 """Smaller chunks would spend a tenth of their time on being chunks."""
 CHUNK_PIECES = 4096
@@ -45,6 +47,7 @@ class CopyJob:
         used: Sequence[RemoteRegion],
         *,
         workers: int,
+        copy_pieces: CopyPieces,
         settled: Callable[[CopyJob], None],
         lost: Callable[[ShmPeer], None],
     ) -> None:
@@ -53,6 +56,7 @@ class CopyJob:
         self.peer = peer
         self.pieces = len(attempt.batch)
         self._used = used
+        self._copy_pieces = copy_pieces
         self._settled = settled
         self._lost = lost
         self._lock = threading.Lock()
@@ -113,12 +117,17 @@ class CopyJob:
         if in_place:
             self._read_in_place(target, source, size)
             return
-        copy_pieces(target, source, size, scratch)
+        self._copy_mapped(target, source, size, scratch)
         wrong = self.verdict()
         # What a dead process left in its memory file stays as it was: a READ of it counts.  A
         # WRITE does not: nobody will ever look at it.
         if wrong is not None and not (reading and wrong is messages.PEER_GONE and self._died()):
             self.stop(self._describe(wrong))
+
+    def _copy_mapped(
+        self, target: Int64Array, source: Int64Array, size: Int64Array, scratch: Any
+    ) -> None:
+        self._copy_pieces(target, source, size, scratch)
 
     def _died(self) -> bool:
         watch = self.peer.watch

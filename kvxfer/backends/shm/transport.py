@@ -11,6 +11,7 @@ from kvxfer.backends._local import check_dram
 from kvxfer.backends.shm import allocation, messages
 from kvxfer.backends.shm.client import Client, cut_error
 from kvxfer.backends.shm.config import ShmConfig
+from kvxfer.backends.shm.copiers import Copier, copier
 from kvxfer.backends.shm.exports import ExportTable
 from kvxfer.backends.shm.fencing import Fencing
 from kvxfer.backends.shm.jobs import CopyJob, ProbeTask
@@ -77,7 +78,8 @@ class ShmTransport(Transport):
     peer is let in again once we ``connect`` to it again.
 
     Raises:
-        ConfigError: the handover socket cannot be bound, or /proc is not mounted.
+        ConfigError: the handover socket cannot be bound, /proc is not mounted, or the compiled
+            copier is asked for and not there.
     """
 
     name: ClassVar[str] = messages.BACKEND
@@ -86,6 +88,7 @@ class ShmTransport(Transport):
     def __init__(self, config: ShmConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)
         self.config = config or ShmConfig()
+        self._copier = copier(self.config.copier)
         try:
             self._process = ProcessId.current()
         except OSError as error:
@@ -143,6 +146,11 @@ class ShmTransport(Transport):
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def copier(self) -> Copier:
+        """The code that copies: compiled, or Python and numpy, and why."""
+        return self._copier
 
     @property
     def counters(self) -> dict[str, int]:
@@ -287,6 +295,7 @@ class ShmTransport(Transport):
             peer,
             [path.remote[p] for p in pairs],
             workers=self.config.workers,
+            copy_pieces=self._copier.copy_pieces,
             settled=self._settled,
             lost=self._lost,
         )

@@ -5,6 +5,18 @@ from __future__ import annotations
 import pytest
 from shm_rig import ChildProcess, Near
 
+from kvxfer.backends.shm import Copier, CopierChoice, copier
+from kvxfer.errors import ConfigError
+
+
+@pytest.fixture(params=["compiled", "python"])
+def each_copier(request: pytest.FixtureRequest) -> Copier:
+    """Both ways to copy, one after the other."""
+    try:
+        return copier(CopierChoice(request.param))
+    except ConfigError as error:
+        pytest.skip(f"shm's compiled copier is not built: {error}")
+
 
 @pytest.fixture
 def near():

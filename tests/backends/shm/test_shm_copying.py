@@ -1,14 +1,22 @@
-"""Local copies: whatever the pieces look like, the bytes are those of the plain definition."""
+"""Local copies: whatever the pieces look like, the bytes are those of the plain definition.
+
+Everything here holds for the compiled copier and for the one in Python.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.backends.shm.copying import SCRATCH_BYTES, copy_pieces, merge
+from kvxfer.backends.shm.copying import SCRATCH_BYTES, merge
 from kvxfer.core.batch import Batch
+
+# The fixture names a function, which no example can change.
+each_example = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def plainly(memory, target, source, size):
@@ -19,8 +27,8 @@ def plainly(memory, target, source, size):
     return result
 
 
-def check(memory, half, target, source, size):
-    """Sources lie below ``half``, targets above: ``copy_pieces`` agrees, also after ``merge``."""
+def check(copier, memory, half, *, target, source, size):
+    """Sources lie below ``half``, targets above: the copier agrees, also after ``merge``."""
     expected = plainly(memory, target + half, source, size)
     merged = merge(Batch(np.zeros(len(size), int), target, source, size))
     assert merged.nbytes == size.sum()
@@ -28,11 +36,11 @@ def check(memory, half, target, source, size):
     for batch in (merged, Batch(np.zeros(len(size), int), target, source, size)):
         memory[:] = original
         scratch = np.empty(SCRATCH_BYTES, np.uint8)
-        copy_pieces(base + half + batch.local, base + batch.remote, batch.size, scratch)
+        copier.copy_pieces(base + half + batch.local, base + batch.remote, batch.size, scratch)
         assert (memory == expected).all()
 
 
-@settings(max_examples=150, deadline=None)
+@each_example
 @given(
     unit=st.sampled_from([1, 2, 7, 64, 100, 1024, 4096]),
     count=st.integers(1, 80),
@@ -40,7 +48,7 @@ def check(memory, half, target, source, size):
     stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_equal_pieces(unit, count, shift, stride, seed):
+def test_equal_pieces(each_copier, unit, count, shift, stride, seed):  # noqa: PLR0917
     """Equal pieces on any grid, aligned to their size or not, in any order."""
     rng = np.random.default_rng(seed)
     shuffled = seed % 2
@@ -49,16 +57,17 @@ def test_equal_pieces(unit, count, shift, stride, seed):
     order = [rng.permutation(count) if shuffled else np.arange(count) for _ in "ab"]
     target = (order[0] * unit * stride[0] + shift[0]).astype(np.int64)
     source = (order[1] * unit * stride[1] + shift[1]).astype(np.int64)
-    check(memory, half, target, source, np.full(count, unit, np.int64))
+    size = np.full(count, unit, np.int64)
+    check(each_copier, memory, half, target=target, source=source, size=size)
 
 
-@settings(max_examples=150, deadline=None)
+@each_example
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=60),
     gaps=st.lists(st.sampled_from([0, 0, 0, 1, 17]), min_size=60, max_size=60),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_unequal_pieces(sizes, gaps, seed):
+def test_unequal_pieces(each_copier, sizes, gaps, seed):
     """Unequal pieces with and without gaps: neighbours merge, nothing else changes."""
     rng = np.random.default_rng(seed)
     size = np.array(sizes, np.int64)
@@ -67,7 +76,7 @@ def test_unequal_pieces(sizes, gaps, seed):
     source = (np.cumsum(step[::-1]) - step[::-1])[::-1].copy() if seed % 2 else target.copy()
     half = int(step.sum()) + 8
     memory = rng.integers(0, 256, 2 * half, dtype=np.uint8)
-    check(memory, half, target, source, size)
+    check(each_copier, memory, half, target=target, source=source, size=size)
 
 
 def test_merge_joins_exactly_the_runs():
@@ -100,10 +109,46 @@ def test_merge_joins_the_runs_of_every_member():
 
 
 @pytest.mark.parametrize("unit", [4096, 16384, 65536])
-def test_more_than_the_staging_area(unit):
+def test_more_than_the_staging_area(each_copier, unit):
     """More bytes than fit the staging area, by many times and not by a whole multiple."""
     count = 5 * SCRATCH_BYTES // unit + 3
     rng = np.random.default_rng(1)
     memory = rng.integers(0, 256, 2 * unit * count, dtype=np.uint8)
     target, source = (rng.permutation(count).astype(np.int64) * unit for _ in "ab")
-    check(memory, unit * count, target, source, np.full(count, unit, np.int64))
+    size = np.full(count, unit, np.int64)
+    check(each_copier, memory, unit * count, target=target, source=source, size=size)
+
+
+def test_a_piece_may_overlap_its_source(each_copier):
+    """Moving bytes within one region, forwards or backwards, gives what was there before."""
+    for shift in (-100, 100, 0):
+        memory = np.random.default_rng(2).integers(0, 256, 5000, dtype=np.uint8)
+        expected = memory.copy()
+        expected[500 + shift : 4500 + shift] = memory[500:4500]
+        base = memory.ctypes.data
+        target, source, size = (
+            np.array([x], np.int64) for x in (base + 500 + shift, base + 500, 4000)
+        )
+        each_copier.copy_pieces(target, source, size, np.empty(SCRATCH_BYTES, np.uint8))
+        assert (memory == expected).all()
+
+
+def test_vectors_with_strides(each_copier):
+    """Views with steps and other byte layouts than C's are read as numpy reads them."""
+    memory = np.random.default_rng(3).integers(0, 256, 8000, dtype=np.uint8)
+    expected = memory.copy()
+    expected[4000:8000:400], base = memory[0:4000:400], memory.ctypes.data
+    grid = np.arange(20, dtype=np.int64) * 200
+    each_copier.copy_pieces(
+        (base + 4000 + grid)[::2],
+        (base + grid)[::2],
+        np.ones((10, 3), np.int64)[:, 1],
+        np.empty(SCRATCH_BYTES, np.uint8),
+    )
+    assert (memory == expected).all()
+
+
+def test_nothing_to_copy(each_copier):
+    """Empty vectors are copied in no time and touch nothing."""
+    nothing = np.empty(0, np.int64)
+    each_copier.copy_pieces(nothing, nothing, nothing, np.empty(SCRATCH_BYTES, np.uint8))

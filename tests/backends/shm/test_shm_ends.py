@@ -30,14 +30,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.inside = threading.Semaphore(0)
         self.open = threading.Event()
-        real = jobs.copy_pieces
+        real = jobs.CopyJob._copy_mapped
 
-        def held(target, source, size, scratch):
+        def held(job, target, source, size, scratch):
             self.inside.release()
             assert self.open.wait(LIMIT)
-            real(target, source, size, scratch)
+            real(job, target, source, size, scratch)
 
-        monkeypatch.setattr(jobs, "copy_pieces", held)
+        monkeypatch.setattr(jobs.CopyJob, "_copy_mapped", held)
 
     def entered(self, count=1):
         for _ in range(count):

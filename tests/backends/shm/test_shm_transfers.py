@@ -5,15 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from shm_child import descriptor_from_json, descriptor_to_json, info_from_json, info_to_json
-from shm_rig import Raised, noise, over
+from shm_rig import Near, Raised, noise, over
 
-from kvxfer.backends.shm import PeerAccess
+from kvxfer.backends.shm import CopierChoice, PeerAccess
 from kvxfer.core.attempt import AttemptState
 from kvxfer.core.batch import Batch
 from kvxfer.core.verdict import Op
 from kvxfer.errors import InvalidInputError
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def near(each_copier):
+    """Transports that copy in C, and in Python: everything here holds for both."""
+    side = Near(copier=CopierChoice(each_copier.name))
+    yield side
+    assert side.transport.copier.name == each_copier.name
+    side.transport.close()
 
 
 def scattered(rng, near_bytes, far_bytes, sizes):

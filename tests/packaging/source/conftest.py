@@ -17,6 +17,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     class Scripts:
         home = tmp_path / "venvs"
+        compiles: ModuleType = importlib.import_module("compiles")
         venvs: ModuleType = importlib.import_module("venvs")
         lane_run: ModuleType = importlib.import_module("lane_run")
         lane_table: ModuleType = importlib.import_module("lane_table")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -43,9 +45,51 @@ def wheel_names(distributions: tuple[Path, Path]) -> set[PurePosixPath]:
         return {PurePosixPath(name) for name in wheel.namelist()}
 
 
-def test_wheel_is_pure(distributions: tuple[Path, Path]) -> None:
-    """One wheel serves every supported Python: nothing in it is compiled."""
-    assert distributions[1].name.endswith("-py3-none-any.whl")
+def test_one_wheel_serves_every_python(distributions: tuple[Path, Path]) -> None:
+    """What is compiled keeps to the stable ABI of the oldest Python: a kind of machine, a wheel."""
+    assert "-cp310-abi3-linux_" in distributions[1].name
+
+
+def test_wheel_holds_the_compiled_copier(wheel_names: set[PurePosixPath], scripts: Any) -> None:
+    """The sdist holds its source, and the wheel of it the module; no other file is compiled."""
+    if why := scripts.compiles.problem():
+        pytest.skip(f"shm's compiled copier is not built: {why}")
+    compiled = {name for name in wheel_names if name.suffix == ".so"}
+    assert compiled == {PurePosixPath("kvxfer/backends/shm/_copy.abi3.so")}
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_compiler(
+    distributions: tuple[Path, Path], tmp_path: Path, compiler: str
+) -> None:
+    """The package installs all the same, without the compiled part, and copies in Python."""
+    subprocess.run(["tar", "-xzf", distributions[0], "-C", tmp_path], check=True)
+    (source,) = tmp_path.iterdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", source],
+        env={**os.environ, "CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (wheel,) = (source / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tmp_path / "installed")
+    program = "from kvxfer.backends.shm import copier, copiers; print(copiers.__file__, copier())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    where, _, found = done.stdout.partition(" ")
+    assert where.startswith(str(tmp_path))
+    assert "name='python'" in found
+    assert "cannot be loaded" in found
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel_names: set[PurePosixPath]) -> None:
@@ -63,12 +107,12 @@ def test_wheel_holds_every_module(wheel_names: set[PurePosixPath]) -> None:
 
 
 def test_wheel_holds_the_data(wheel_names: set[PurePosixPath]) -> None:
-    """The typing marker, and the C sources of the software RDMA device."""
+    """The typing markers, and the C sources of the copier and the software RDMA device."""
     assert PurePosixPath("kvxfer/py.typed") in wheel_names
     data = {
         PurePosixPath(path.relative_to(ROOT))
-        for path in (SOURCES / "testing" / "softrdma").rglob("*")
-        if path.suffix in {".c", ".h", ".json"}
+        for path in SOURCES.rglob("*")
+        if path.suffix in {".c", ".h", ".json", ".pyi"}
     }
     assert any(name.suffix == ".c" for name in data)
     assert data <= wheel_names
@@ -99,6 +143,8 @@ def test_sdist_can_be_worked_with(distributions: tuple[Path, Path]) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {
         "pyproject.toml",
+        "setup.py",
+        "kvxfer/backends/shm/_copy.c",
         "README.md",
         "LICENSE",
         "CHANGELOG.md",

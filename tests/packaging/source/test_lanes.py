@@ -152,6 +152,40 @@ def test_an_environment_is_made_once(scripts: Any) -> None:
     assert made.exists()
 
 
+def test_a_step_may_fail_for_one_reason_only(scripts: Any) -> None:
+    """An optional step that fails with its excuse leaves a note; without, it is an error."""
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    for words, excused in (("echo no compiler; exit 1", True), ("echo disk full; exit 1", False)):
+        step = scripts.venvs.Step(("sh", "-c", words), optional="without it", excuse="no compiler")
+        venv = scripts.venvs.Venv("it", (version,), (step,))
+        if excused:
+            assert scripts.venvs.ensure(venv).notes == ("without it",)
+        else:
+            with pytest.raises(scripts.venvs.SetupError, match="disk full"):
+                scripts.venvs.ensure(venv)
+
+
+def test_the_copier_may_be_missing_where_nothing_can_be_compiled(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tests are skipped only where the set-up found no compiler, and for no other reason."""
+    table = scripts.lane_table
+    reason = "shm's compiled copier is not built: ..."
+
+    def expected(*notes: str) -> bool:
+        lanes = (table.LANES["portable"], table.LANES["py310"])
+        found = {any(re.search(p, reason) for p in lane.expected_skips(notes)) for lane in lanes}
+        assert len(found) == 1
+        return found.pop()
+
+    assert expected(table.WITHOUT_COMPILER)
+    assert not expected()
+    assert not expected(table.WITHOUT_TORCH)
+    for compiler in ("false", "no-such-compiler"):
+        monkeypatch.setenv("CC", compiler)
+        assert scripts.compiles.problem()
+
+
 def test_a_failed_set_up_leaves_no_stamp(scripts: Any) -> None:
     """The next run tries again, and the error holds what the program said, without addresses."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"

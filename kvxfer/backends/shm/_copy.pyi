@@ -1,0 +1,3 @@
+REVISION: int
+
+def copy(target: int, source: int, size: int, count: int, /) -> None: ...
