@@ -211,19 +211,23 @@ class Engine:
         trust = self.ctx.trust
         if trust.tickets is not None and not trust.admits(sender, inbound.peer, body):
             return
-        self.ctx.counters[_RECEIVED[type(body)]] += 1
-        if isinstance(body, _BETWEEN_AGENTS):
+        kind = type(body)
+        self.ctx.counters[_RECEIVED[kind]] += 1
+        if kind in _BETWEEN_AGENTS:
             self._on_agent(inbound, envelope, now)
             return
         link = self.links.of(sender)
-        if link is None and not isinstance(body, (wire.Release, wire.Decline)):
+        if link is None and not _says_who(body):
             # Not confirmed: it is sent again once we know each other.
             self.ctx.counters.count("messages.from_strangers")
             self.ctx.send(route, wire.Who())
             return
         if self._handle_once(link, route, envelope, now) and envelope.mid:
-            version = link.version if link is not None else None
-            self._confirms.setdefault((route, version), []).append(envelope.mid)
+            to = (route, None if link is None else link.version)
+            mids = self._confirms.get(to)
+            if mids is None:
+                mids = self._confirms[to] = []
+            mids.append(envelope.mid)
 
     def _on_agent(self, inbound: Inbound, envelope: wire.Envelope, now: float) -> None:
         """What two agents have to say to each other before, or besides, any transfer."""
@@ -265,8 +269,11 @@ class Engine:
         for frame in body.last:
             try:
                 envelope = wire.decode(frame, self.local.versions)
-                if envelope.sender != sender or not isinstance(envelope.body, _LAST_WORDS):
+                words = envelope.body
+                if envelope.sender != sender or not isinstance(words, _LAST_WORDS):
                     raise WireError("not the sender's last words")
+                if link is None and not _says_who(words):
+                    continue  # about what we do not know any more either
                 self._handle_once(link, inbound.route, envelope, now)
             except (WireError, InvalidInputError):
                 self.ctx.counters.count("messages.rejected")
@@ -285,7 +292,7 @@ class Engine:
         match body:
             case wire.Release():
                 # This and a decline get through even from a peer whose hello we lost.
-                self.producer.on_release(sender, body, now)
+                self.producer.on_release(link, sender, body, now)
                 return True
             case wire.Decline():
                 self.producer.on_decline(sender, body, now)
@@ -334,9 +341,14 @@ class Engine:
                 box.confirmed(mid, now)
 
 
-_BETWEEN_AGENTS = (wire.Confirm, wire.Hello, wire.HelloRefused, wire.Who, wire.Bye)
+_BETWEEN_AGENTS = frozenset({wire.Confirm, wire.Hello, wire.HelloRefused, wire.Who, wire.Bye})
 _LAST_WORDS = (wire.Release, wire.Decline, wire.Gone, wire.Sealed, wire.PushFailed)
 """What still matters once its sender has closed. A seal does not: what is under way fails then."""
+
+
+def _says_who(body: wire.Message) -> bool:
+    """Whether a message stands without its sender's hello."""
+    return isinstance(body, (wire.Release, wire.Decline)) and bool(body.ranks)
 
 
 def _last_words(link: Link) -> list[bytes]:

@@ -42,6 +42,7 @@ class TransferHandle:
         "_done",
         "_lock",
         "_on_end",
+        "_told",
         "drained",
         "error",
         "nbytes",
@@ -72,10 +73,13 @@ class TransferHandle:
         self.nbytes = 0
         self.payload = b""
         self._abort = abort
-        self._done = threading.Event()
+        self._done: threading.Event | None = None
+        """Made by who waits first: most handles are never waited for."""
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._on_end: Callable[[], None] | None = None
+        self._told = False
+        """Its event is there."""
 
     def __repr__(self) -> str:
         return f"<TransferHandle {self.transfer_id!r} {self.role.value} {self.state.value}>"
@@ -149,7 +153,10 @@ class TransferHandle:
             on_end()
         if tell is not None:
             tell()
-        self._done.set()
+        with self._lock:
+            self._told, waited = True, self._done
+        if waited is not None:
+            waited.set()
         for callback in callbacks:
             try:
                 callback()
@@ -158,7 +165,13 @@ class TransferHandle:
         return True
 
     def _wait(self, timeout: float | None) -> bool:
-        return self._done.wait(timeout)
+        with self._lock:
+            if self._told:
+                return True
+            if self._done is None:
+                self._done = threading.Event()
+            waited = self._done
+        return waited.wait(timeout)
 
     def _as_future(self) -> asyncio.Future[TransferHandle]:
         import asyncio

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvxfer.agent.mailbox import Mailbox
     from kvxfer.core.memory import Descriptor, Region
     from kvxfer.core.pollable import Pollable
+    from kvxfer.core.topology import Ranks
     from kvxfer.core.transport import Path, Peer, Transport
     from kvxfer.policies.retry import Decision, RetryRun
 
@@ -114,6 +115,8 @@ class Link:
         self.paths = PathState()
         self.poster = Poster(self._ctx, self)
         self.layers = LinkLayers()
+        self.reader: tuple[Ranks, Ranks, int, frozenset[int]] | None = None
+        """What the producer made of both sides' ranks, and of which."""
         self._caches: Caches | None = None
         self._connecting: Pollable[Peer] | None = None
         self._connect_run: RetryRun | None = None

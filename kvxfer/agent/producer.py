@@ -44,6 +44,8 @@ _FOR_GOOD = 2**63 - 1
 _READERS_KEPT = 4096
 """Different ``ranks`` of readers whose meaning is remembered."""
 _COUNTED = {outcome.value: f"acks.{outcome.value}" for outcome in AckOutcome}
+_CONSUMED = Refusal(ErrorKind.STALE, "its readers have consumed it")
+_GIVEN_UP = Refusal(ErrorKind.STALE, "its readers have given it up")
 _KINDS = {kind.value: kind for kind in ErrorKind}
 
 
@@ -144,7 +146,7 @@ class Producer:
         self._ctx.counters.count("holds.begun")
         self._ctx.keeping.held(hold)
         if result is not None:
-            self._settle(result, now)
+            self._settle(hold, result.outcome, now)
         for early in self._early.take(transfer_id, now):
             if early.link.usable:
                 self._answer(
@@ -188,7 +190,7 @@ class Producer:
         if hold.settled is not None:
             self._finish(hold, hold.settled)
         elif failure is not None and failure.finished:
-            self._finish(hold, failure)
+            self._finish(hold, AckOutcome.FAILED, failure)
         else:
             self._ctx.counters.count("holds.expired")
             handle: TransferHandle = hold.content
@@ -261,30 +263,38 @@ class Producer:
             granted = wire.Granted(ref, max(0.0, answer.ends_at - now))
             self._ctx.send(route, wire.Grant(seq, [granted], []), link.version)
 
-    def on_release(self, sender: str, message: wire.Release, now: float) -> None:
-        """A rank is finished. Needs no link: the message says who it is."""
-        source, sources = self._reader(message.ranks)
-        ack = Ack(
-            transfer_id=message.ref.transfer,
-            source=source,
-            epoch=message.ref.epoch,
-            sources=sources,
-            ok=message.ok,
-            final=message.final,
-            reason=None if message.ok else (_kind(message.kind), message.message),
-        )
-        self._record(sender, message.ref, ack, message.seq, now)
+    def on_release(self, link: Link | None, sender: str, message: wire.Release, now: float) -> None:
+        """A rank is finished. Needs no link if the message says which rank it is."""
+        ranks, ref = message.ranks, message.ref
+        source, sources = self._reader(ranks) if ranks or link is None else self._linked(link)
+        if ref.keeper != self._ctx.incarnation:
+            self._ctx.counters.count("acks.stale")
+            return
+        hold = self._reader_finished(sender, ref, message.seq, now, ok=message.ok)
+        if message.ok:
+            outcome = self.acks.take(ref.transfer, source, ref.epoch, sources, now)
+        else:
+            ack = Ack(
+                transfer_id=ref.transfer,
+                source=source,
+                epoch=ref.epoch,
+                sources=sources,
+                ok=False,
+                final=message.final,
+                reason=(_kind(message.kind), message.message),
+            )
+            outcome = self.acks.record(ack, now).outcome
+        self._settle(hold, outcome, now)  # the round ends with our step
 
     def on_decline(self, sender: str, message: wire.Decline, now: float) -> None:
         """No rank of that instance will read."""
-        reader = ranks_from_wire(message.ranks)
-        ack = Ack(
-            transfer_id=message.ref.transfer,
-            source=rank_of(reader),
-            epoch=message.ref.epoch,
-            declined=True,
-        )
-        self._record(sender, message.ref, ack, 0, now)
+        reader, ref = ranks_from_wire(message.ranks), message.ref
+        if ref.keeper != self._ctx.incarnation:
+            self._ctx.counters.count("acks.stale")
+            return
+        hold = self._reader_finished(sender, ref, 0, now, ok=False, last=_FOR_GOOD)
+        ack = Ack(transfer_id=ref.transfer, source=rank_of(reader), epoch=ref.epoch, declined=True)
+        self._settle(hold, self.acks.record(ack, now).outcome, now)
 
     def _reader(self, ranks: dict[str, int]) -> tuple[int, frozenset[int]]:
         """A reader's rank, and all ranks that have to acknowledge besides it.
@@ -308,26 +318,36 @@ class Producer:
             self._readers[key] = known
         return known
 
-    def _record(self, sender: str, ref: wire.Ref, ack: Ack, seq: int, now: float) -> None:
-        if ref.keeper != self._ctx.incarnation:
-            self._ctx.counters.count("acks.stale")
-            return
+    def _linked(self, link: Link) -> tuple[int, frozenset[int]]:
+        """``_reader`` of the ranks in a peer's hello."""
+        assert link.hello is not None
+        mine, theirs = self.links.local.ranks, link.hello.ranks
+        known = link.reader
+        if known is None or known[0] is not mine or known[1] is not theirs:
+            known = link.reader = (mine, theirs, rank_of(theirs), ack_ranks(mine, theirs))
+        return known[2], known[3]
+
+    def _reader_finished(
+        self, sender: str, ref: wire.Ref, seq: int, now: float, *, ok: bool, last: int = 0
+    ) -> Hold | None:
+        """``sender`` reads no more, on the word of a message that it sent after its request
+        ``seq``; ``last``: up to which number its requests are closed, if beyond ``seq``. Returns
+        the hold of that id."""
         hold = self.leases.get(ref.transfer)
         if hold is not None and hold.epoch == ref.epoch:
             if self.links.of(sender) is not None:  # bounded: it needs a link to open anything
-                last = _FOR_GOOD if ack.declined else seq
-                hold.closed[sender] = max(last, hold.closed.get(sender, 0))
+                hold.closed[sender] = max(last, seq, hold.closed.get(sender, 0))
             again = seq and hold.opened.get(sender, -1) > seq  # sent after it: it reads once more
             if sender in hold.reading and not again:
                 hold.reading.discard(sender)
-                if ack.ok and not ack.declined:
+                if ok:
                     hold.consumed.add(sender)
             self._ctx.keeping.finished(hold, sender)
         elif len(self._early):
             self._early.discard(
                 ref.transfer, lambda early: early.link.incarnation == sender and early.seq < seq
             )
-        self._settle(self.acks.record(ack, now), now)  # the round ends with our step
+        return hold
 
     def keeper_opened(self, hold: Hold, reader: str, seq: int, now: float) -> None:
         """The keeper has granted ``reader`` a request of that number, or is about to."""
@@ -355,14 +375,13 @@ class Producer:
                 self._settle_if_idle(hold, now)
         self._schedule(now)
 
-    def _settle(self, result: AckResult, now: float) -> None:
+    def _settle(self, hold: Hold | None, outcome: AckOutcome, now: float) -> None:
         """Act on an ACK. Nothing is freed under whoever is still reading."""
-        self._ctx.counters[_COUNTED[result.outcome._value_]] += 1
-        hold = self.leases.get(result.transfer_id)
-        if hold is None:
+        self._ctx.counters[_COUNTED[outcome._value_]] += 1
+        if hold is None or outcome is AckOutcome.PROGRESS:
             return
-        if result.outcome in (AckOutcome.COMPLETE, AckOutcome.DECLINED):
-            hold.settled = result
+        if outcome is AckOutcome.COMPLETE or outcome is AckOutcome.DECLINED:
+            hold.settled = outcome
         self._settle_if_idle(hold, now)
 
     def _settle_if_idle(self, hold: Hold, now: float) -> None:
@@ -379,28 +398,29 @@ class Producer:
         if failure.final or not window:
             if self._ctx.keeping.lets_go(hold):
                 self.acks.unmap(hold.transfer_id)
-                self._end(hold, failure)
+                self._end(hold, AckOutcome.FAILED, failure)
         else:
             self.leases.limit(hold.transfer_id, now=now, lease=window)
 
-    def _end(self, hold: Hold, result: AckResult) -> None:
-        why = "was consumed" if result.outcome is AckOutcome.COMPLETE else "was given up"
-        self.leases.end(hold.transfer_id, Refusal(ErrorKind.STALE, f"{hold.transfer_id!r} {why}"))
-        self._finish(hold, result)
+    def _end(self, hold: Hold, outcome: AckOutcome, failure: AckResult | None = None) -> None:
+        why = _CONSUMED if outcome is AckOutcome.COMPLETE else _GIVEN_UP
+        self.leases.end(hold.transfer_id, why)
+        self._finish(hold, outcome, failure)
 
-    def _finish(self, hold: Hold, result: AckResult) -> None:
+    def _finish(self, hold: Hold, outcome: AckOutcome, failure: AckResult | None = None) -> None:
         """Publish the end of a hold that nobody reads any more."""
         handle: TransferHandle = hold.content
         event: Event
-        if result.outcome is AckOutcome.COMPLETE:
+        if outcome is AckOutcome.COMPLETE:
             state = TransferState.DONE
             event = Sent(transfer_id=hold.transfer_id)
-        elif result.outcome is AckOutcome.DECLINED:
+        elif outcome is AckOutcome.DECLINED:
             state = TransferState.DECLINED
             event = Declined(transfer_id=hold.transfer_id)
         else:
             state = TransferState.FAILED
-            handle.error = _readers_failed(result)
+            assert failure is not None
+            handle.error = _readers_failed(failure)
             self._ctx.counters.count(f"holds.failed.{handle.error.kind.value}")
             event = Failed(
                 transfer_id=hold.transfer_id,

@@ -475,11 +475,18 @@ class Pull:
                 self._ctx.counters.count("release.not_sent")
                 continue
             box.mail(
-                release(self.offer.ref(source.endpoint), ranks_to_wire(self._consumer.ranks)),
+                release(self.offer.ref(source.endpoint), self._ranks_for(source)),
                 now=now,
                 until=until,
                 to=source.endpoint.incarnation,
             )
+
+    def _ranks_for(self, source: _Source) -> dict[str, int]:
+        """Which rank we are; left out for a producer that has read it in our hello."""
+        link = source.link
+        if link is not None and link.usable and link.hello is not None and link.version >= 2:
+            return {}
+        return ranks_to_wire(self._consumer.ranks)
 
     def _mailbox(self, source: _Source) -> Mailbox:
         if source.link is not None and source.link.usable:

@@ -115,8 +115,8 @@ class Trust:
         return tickets is None or tickets.check(ref.transfer, ref.epoch, ref.ticket)
 
     def _is_rank(self, link: Link | None, ranks: dict[str, int]) -> bool:
-        if link is None or link.hello is None:
-            return True  # whoever has the ticket was told to speak
+        if link is None or link.hello is None or not ranks:
+            return True  # whoever has the ticket was told to speak; no ranks: those of the hello
         theirs = link.hello.ranks
         if any(ranks.get(name) != getattr(theirs, name) for name in _PLACE):
             return self._refuse("other_rank")

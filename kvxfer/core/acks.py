@@ -218,50 +218,82 @@ class AckReconciler:
     def record(self, ack: Ack, now: float) -> AckResult:
         """Take one ACK. Never raises for what a peer sent."""
         self._now = now
-        entry = self._expected.get(ack.transfer_id)
+        transfer_id = ack.transfer_id
+        entry = self._expected.get(transfer_id)
+        if ack.ok and not ack.declined:
+            outcome = self.take(transfer_id, ack.source, ack.epoch, ack.sources, now)
+        elif entry is None:
+            outcome = self._unexpected(ack, now)
+        elif ack.epoch is not None and entry.epoch is not None and ack.epoch != entry.epoch:
+            outcome = self._count(AckOutcome.STALE)
+        elif ack.declined:
+            outcome = self._finish(AckOutcome.DECLINED, transfer_id, entry)
+        else:
+            outcome = self._record_failed(entry, ack)
         if entry is None:
-            return self._unexpected(ack, now)
-        if ack.epoch is not None and entry.epoch is not None and ack.epoch != entry.epoch:
-            return self._result(AckOutcome.STALE, ack.transfer_id)
-        if ack.declined:
-            return self._finish(AckOutcome.DECLINED, ack.transfer_id)
-        if not ack.ok:
-            return self._record_failed(entry, ack)
-        if entry.sources is None and ack.sources is not None:
-            if not 0 < len(ack.sources) <= self._fan_in:
-                return self._result(AckOutcome.REJECTED, ack.transfer_id)
-            entry.sources = ack.sources
-        if entry.sources is not None and ack.source not in entry.sources:
-            return self._result(AckOutcome.REJECTED, ack.transfer_id)
-        if ack.source in entry.seen:
-            return self._result(AckOutcome.DUPLICATE, ack.transfer_id)
-        if len(entry.seen) >= self._fan_in:
-            return self._result(AckOutcome.REJECTED, ack.transfer_id)
-        entry.seen.add(ack.source)
-        entry.failed.pop(ack.source, None)
-        if entry.sources is not None and entry.sources <= entry.seen:
-            return self._finish(AckOutcome.COMPLETE, ack.transfer_id)
-        if entry.failed and entry.sources is not None and entry.sources <= _finished(entry):
-            # The others had failed before: with this one nobody reads any more.
-            self.counters[AckOutcome.FAILED.value] += 1
-            return self._failed(entry, ack.transfer_id)
-        self.counters["progress"] += 1
-        return AckResult(
-            outcome=AckOutcome.PROGRESS, transfer_id=ack.transfer_id, missing=entry.missing()
-        )
+            return AckResult(outcome=outcome, transfer_id=transfer_id)
+        if outcome is AckOutcome.FAILED:
+            return self._failed(entry, transfer_id)
+        if outcome is AckOutcome.PROGRESS:
+            return AckResult(outcome=outcome, transfer_id=transfer_id, missing=entry.missing())
+        if outcome in (AckOutcome.COMPLETE, AckOutcome.DECLINED):
+            return _ended(outcome, transfer_id, entry)
+        return AckResult(outcome=outcome, transfer_id=transfer_id)
 
-    def _record_failed(self, entry: _Expected, ack: Ack) -> AckResult:
+    def take(
+        self,
+        transfer_id: str,
+        source: int,
+        epoch: int | None,
+        sources: frozenset[int] | None,
+        now: float,
+    ) -> AckOutcome:
+        """As ``record`` of an ACK that says that the rank got the bytes, and without a result.
+
+        For producers that take many: neither is made, unless the ACK is early and has to be kept.
+        ``failure`` tells more where the outcome is FAILED: the other ranks had failed before.
+        """
+        self._now = now
+        entry = self._expected.get(transfer_id)
+        if entry is None:
+            ack = Ack(transfer_id=transfer_id, source=source, epoch=epoch, sources=sources)
+            return self._unexpected(ack, now)
+        wanted = entry.sources
+        if epoch != entry.epoch and epoch is not None and entry.epoch is not None:
+            return self._count(AckOutcome.STALE)
+        if wanted is None and sources is not None:
+            if not 0 < len(sources) <= self._fan_in:
+                return self._count(AckOutcome.REJECTED)
+            wanted = entry.sources = sources
+        if wanted is not None and source not in wanted:
+            return self._count(AckOutcome.REJECTED)
+        seen = entry.seen
+        if source in seen:
+            return self._count(AckOutcome.DUPLICATE)
+        if len(seen) >= self._fan_in:
+            return self._count(AckOutcome.REJECTED)
+        seen.add(source)
+        if entry.failed:
+            entry.failed.pop(source, None)
+        if wanted is not None and wanted <= seen:
+            return self._finish(AckOutcome.COMPLETE, transfer_id, entry)
+        if entry.failed and wanted is not None and wanted <= _finished(entry):
+            # The others had failed before: with this one nobody reads any more.
+            return self._count(AckOutcome.FAILED)
+        self.counters["progress"] += 1
+        return AckOutcome.PROGRESS
+
+    def _record_failed(self, entry: _Expected, ack: Ack) -> AckOutcome:
         """It names no ranks for good: whoever tries next may have other sizes."""
         wanted = entry.sources if entry.sources is not None else ack.sources
         if wanted is not None and ack.source not in wanted:
-            return self._result(AckOutcome.REJECTED, ack.transfer_id)
+            return self._count(AckOutcome.REJECTED)
         if ack.source in entry.seen:
-            return self._result(AckOutcome.DUPLICATE, ack.transfer_id)
+            return self._count(AckOutcome.DUPLICATE)
         if len(entry.failed) >= self._fan_in or (wanted and len(wanted) > self._fan_in):
-            return self._result(AckOutcome.REJECTED, ack.transfer_id)
+            return self._count(AckOutcome.REJECTED)
         entry.failed[ack.source] = ack
-        self.counters[AckOutcome.FAILED.value] += 1
-        return self._failed(entry, ack.transfer_id)
+        return self._count(AckOutcome.FAILED)
 
     def _failed(self, entry: _Expected, transfer_id: str) -> AckResult:
         failed = tuple(entry.failed.values())
@@ -315,10 +347,12 @@ class AckReconciler:
                 break
             del self._early[transfer_id]
             self.counters["evicted_ttl"] += 1
-        return [
-            self._finish(AckOutcome.EXPIRED, transfer_id)
-            for transfer_id in self._deadlines.pop_due(now)
-        ]
+        expired = []
+        for transfer_id in self._deadlines.pop_due(now):
+            entry = self._expected[transfer_id]
+            self._finish(AckOutcome.EXPIRED, transfer_id, entry)
+            expired.append(_ended(AckOutcome.EXPIRED, transfer_id, entry))
+        return expired
 
     def extend(self, transfer_id: str, deadline: float) -> None:
         """Move the deadline of an open expectation. Unknown ids are ignored."""
@@ -352,46 +386,48 @@ class AckReconciler:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _unexpected(self, ack: Ack, now: float) -> AckResult:
+    def _unexpected(self, ack: Ack, now: float) -> AckOutcome:
         transfer_id = ack.transfer_id
         if transfer_id in self._terminal.entries:
             ended = self._terminal.get(transfer_id)
             if ack.epoch is None or ended is None or ack.epoch <= ended:
-                return self._result(AckOutcome.STALE, transfer_id)
+                return self._count(AckOutcome.STALE)
         early = self._early.get(transfer_id)
         if early is None:
             self._early[transfer_id] = _Early(now, {ack.source: ack})
             if len(self._early) > self._capacity:
                 self._early.popitem(last=False)
                 self.counters["evicted_capacity"] += 1
-            return self._result(AckOutcome.EARLY, transfer_id)
+            return self._count(AckOutcome.EARLY)
         if ack.source in early.acks and early.acks[ack.source].ok:
-            return self._result(AckOutcome.DUPLICATE, ack.transfer_id)
+            return self._count(AckOutcome.DUPLICATE)
         if len(early.acks) >= self._fan_in and ack.source not in early.acks:
-            return self._result(AckOutcome.REJECTED, ack.transfer_id)
+            return self._count(AckOutcome.REJECTED)
         early.acks[ack.source] = ack
-        return self._result(AckOutcome.EARLY, ack.transfer_id)
+        return self._count(AckOutcome.EARLY)
 
-    def _result(self, outcome: AckOutcome, transfer_id: str) -> AckResult:
+    def _count(self, outcome: AckOutcome) -> AckOutcome:
         self.counters[outcome._value_] += 1
-        return AckResult(outcome=outcome, transfer_id=transfer_id)
+        return outcome
 
-    def _finish(self, outcome: AckOutcome, transfer_id: str) -> AckResult:
-        entry = self._expected[transfer_id]
+    def _finish(self, outcome: AckOutcome, transfer_id: str, entry: _Expected) -> AckOutcome:
         self._forget(transfer_id, entry)
-        self.counters[outcome.value] += 1
-        return AckResult(
-            outcome=outcome,
-            transfer_id=transfer_id,
-            owners=tuple(entry.owners),
-            missing=entry.missing() if outcome is AckOutcome.EXPIRED else frozenset(),
-            failed=tuple(entry.failed.values()),
-        )
+        return self._count(outcome)
 
     def _forget(self, transfer_id: str, entry: _Expected) -> None:
         del self._expected[transfer_id]
         self._deadlines.cancel(transfer_id)
         self._terminal.add(transfer_id, entry.epoch, self._now)
+
+
+def _ended(outcome: AckOutcome, transfer_id: str, entry: _Expected) -> AckResult:
+    return AckResult(
+        outcome=outcome,
+        transfer_id=transfer_id,
+        owners=tuple(entry.owners),
+        missing=entry.missing() if outcome is AckOutcome.EXPIRED else frozenset(),
+        failed=tuple(entry.failed.values()),
+    )
 
 
 def _finished(entry: _Expected) -> frozenset[int]:

@@ -221,6 +221,8 @@ class Release(msgspec.Struct, frozen=True, tag="release", omit_defaults=True):
     """READ: this rank is finished with a hold; ``ok`` tells whether it got the bytes. Confirmed.
 
     Version 2 says more where it did not get them: why, and whether it gave up for good (``final``).
+    It may leave ``ranks`` empty, which stands for those of the sender's hello: who has forgotten
+    that answers with ``Who`` and does not confirm.
     """
 
     ref: Ref

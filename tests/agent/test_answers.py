@@ -8,7 +8,7 @@ from interception import intercept
 
 from kvxfer.core import wire
 from kvxfer.core.events import Expired, Failed, PeerDown, Received, Sent
-from kvxfer.errors import ErrorKind
+from kvxfer.errors import ErrorKind, PeerLostError
 
 # ---- good-byes ---------------------------------------------------------------------------------
 
@@ -47,6 +47,36 @@ def test_good_bye_carries_the_release(rig: Rig) -> None:
     rig.nodes.remove(c)
     c.agent.close(0.0)
     rig.run(lambda: bool(p.of(Sent)), seconds=1.0)
+
+
+def test_release_of_a_reader_that_was_forgotten(rig: Rig) -> None:
+    """Promise 6: a release that leaves its ranks to the hello is not lost with the hello."""
+    p, c = rig.node("p", lease=30.0), rig.node("c")
+    caught = intercept(c, wire.Release)
+    c.agent.pull(p.agent.hold("t", at(0, 5)), at(0, 1))
+    rig.run(lambda: bool(c.of(Received)))
+    assert not wire.decode(caught.frames[0][1]).body.ranks  # type: ignore[union-attr]
+    links = p.agent._engine.links
+    links.of(c.agent.incarnation).fail(PeerLostError("gone"), rig.clock.now())  # type: ignore[union-attr]
+    assert links.of(c.agent.incarnation) is None
+    caught.deliver()
+    rig.run(lambda: bool(p.of(Sent)), seconds=10.0)
+    assert p.counters["messages.from_strangers"] >= 1
+    assert not any(p.tables.values())
+
+
+def test_release_without_ranks_from_a_stranger(rig: Rig) -> None:
+    """Promise 10: it is asked who it is, and frees nothing."""
+    p, c = rig.node("p", lease=30.0), rig.node("c")
+    offer = p.agent.hold("t", at(0, 5))
+    c.agent.connect([p.agent.endpoint])
+    rig.pass_time(0.2)
+    release = wire.Release(offer.ref(offer.endpoints[0]), {}, True)
+    route = c.agent._engine.links.of(p.agent.incarnation).mailbox.route  # type: ignore[union-attr]
+    c.agent._channel.send(route, wire.encode("somebody", release, 77))
+    rig.pass_time(0.5)
+    assert p.counters["messages.from_strangers"] == 1
+    assert p.tables["holds"] == 1
 
 
 def test_good_bye_without_an_answer_is_a_failure(rig: Rig) -> None:
