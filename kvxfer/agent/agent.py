@@ -22,7 +22,7 @@ from kvxfer.agent.accept import destinations
 from kvxfer.agent.caches import Caches, LayerCache, register_caches
 from kvxfer.agent.config import AgentConfig, Progress, seconds_of
 from kvxfer.agent.context import Context
-from kvxfer.agent.datapath import refuse_open_data_path
+from kvxfer.agent.datapath import failover_order, refuse_open_data_path
 from kvxfer.agent.driver import Driver
 from kvxfer.agent.engine import Engine
 from kvxfer.agent.handles import TransferHandle, TransferState
@@ -31,6 +31,7 @@ from kvxfer.agent.hello import LocalHello
 from kvxfer.agent.keeping import keeper_port
 from kvxfer.agent.mapping import rank_of, ranks_to_wire
 from kvxfer.agent.owners import Declines, Owners
+from kvxfer.agent.probe import register_scratch
 from kvxfer.agent.pull import PullSpec
 from kvxfer.agent.pump import Pump
 from kvxfer.agent.push import PushSpec, Readiness
@@ -79,7 +80,8 @@ class Agent:
 
     Args:
         backend: the name of an installed backend, a ``Transport``, or several in order of
-            preference; a peer is reached through the first that both sides have.
+            preference; a peer is reached through the first that both sides have, and with
+            ``AgentConfig.failover`` through the next ones while that one fails.
         ranks: this rank and the sizes of its instance. May be left out only for a single rank,
             whose caches hold all heads.
         config, control, timeouts: see their classes.
@@ -91,7 +93,8 @@ class Agent:
     Raises:
         PluginError: the backend cannot be loaded.
         ConfigError: the control channel cannot bind or its keys are not right; or keys are on and
-            a backend's own ports are open to strangers (``AgentConfig.data_network_trusted``).
+            a backend's own ports are open to strangers (``AgentConfig.data_network_trusted``); or
+            failover names backends that the agent does not have, or it has one only.
         MissingDependencyError: keys are on and libzmq was built without CURVE.
     """
 
@@ -130,6 +133,7 @@ class Agent:
         self._pump: Pump | None = None
         self._transports = _transports(backend)
         try:
+            order = failover_order(self.config.failover, self._transports)
             refuse_open_data_path(self._transports, self.config, control, auth)
             if channel is None and self.config.keeper is not None:
                 recipe_of(auth)  # refused before anything is bound
@@ -159,6 +163,7 @@ class Agent:
             transports=self._transports,
             caches=self._caches,
             versions=self.config.wire_versions,
+            order=order,
         )
         self._engine = Engine(self._ctx, self._local, self._transports)
         self._driver = Driver(self._engine, self.clock)
@@ -267,6 +272,8 @@ class Agent:
                 "transfers still use the caches registered before", next_step="drain() first"
             )
         old = self._caches
+        if self.config.failover is not None and not self._ctx.scratch:
+            self._ctx.scratch = register_scratch(self._transports)
         new = register_caches(layers, self._transports)
         self._caches = new
 

@@ -14,6 +14,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.keeper.config import KeeperConfig
 from kvxfer.policies.admission import AdmissionPolicy, FixedAdmission
 from kvxfer.policies.breaker import BreakerPolicy
+from kvxfer.policies.failover import Failover
 
 if TYPE_CHECKING:
     from kvxfer.policies.retry import RetryPolicy
@@ -137,6 +138,8 @@ class AgentConfig:
         idle_interval: and this rarely while nothing is in flight.
         admission: credits per send queue, and how they are found.
         breaker: when a peer that keeps failing is left alone for a while; None: never.
+        failover: when a peer is moved to the next of its backends, and when back; None: a transfer
+            fails with the backend that it is on. Needs an agent of several backends.
         retry: used where ``Agent`` got no ``retry``; takes tenacity objects.
         data_network_trusted: nobody but our own workers reaches the network over which the engines
             move bytes. With keys on, a backend whose own ports admit strangers needs this said.
@@ -163,5 +166,8 @@ class AgentConfig:
     wire_versions: tuple[int, int] = attrs.field(default=(WIRE_MIN, WIRE_MAX), validator=_versions)
     admission: AdmissionPolicy = attrs.field(factory=FixedAdmission, validator=_admission)
     breaker: BreakerPolicy | None = attrs.field(factory=BreakerPolicy, validator=_breaker)
+    failover: Failover | None = attrs.field(
+        default=None, validator=v.optional(v.instance_of(Failover))
+    )
     retry: RetryPolicy | None = attrs.field(default=None, validator=_retry_policy)
     limits: Limits = attrs.field(factory=Limits, validator=v.instance_of(Limits))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvxfer.core.channel import Channel, Route
     from kvxfer.core.clock import Clock
     from kvxfer.core.events import Event
+    from kvxfer.core.memory import Region
     from kvxfer.core.reliable import Outbox
     from kvxfer.policies.classify import ClassifierRegistry
     from kvxfer.policies.retry import RetryPolicy
@@ -92,6 +93,8 @@ class Context:
         self.desk = Desk(self, config.admission)
         self.breakers: BreakerTable[str] = BreakerTable(config.breaker, most=config.limits.peers)
         self.stuck = StuckThreads()
+        self.scratch: dict[str, Region] = {}
+        """Memory for probes, by backend; only with failover on."""
         self._observer = observer
         self._mids = itertools.count(1)
         self._soon: dict[Steppable, None] = {}

@@ -1,4 +1,7 @@
-"""Keys on the control channel say nothing about an engine's own ports: no false sense of safety."""
+"""What an agent's backends are checked for before anything begins.
+
+Keys on the control channel say nothing about an engine's own ports: no false sense of safety.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,36 @@ if TYPE_CHECKING:
     from kvxfer.agent.config import AgentConfig
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
     from kvxfer.core.transport import Transport
+    from kvxfer.policies.failover import Failover
 
-__all__ = ["refuse_open_data_path"]
+__all__ = ["failover_order", "refuse_open_data_path"]
 
 _log = logging.getLogger("kvxfer.agent")
+
+
+def failover_order(
+    failover: Failover | None, transports: Sequence[Transport]
+) -> tuple[str, ...] | None:
+    """The order in which an agent's backends are used; None without failover.
+
+    Raises:
+        ConfigError: there is nothing to move to, or a name that is none of the agent's backends.
+    """
+    if failover is None:
+        return None
+    names = [t.name for t in transports]
+    unknown = [name for name in failover.order if name not in names]
+    if unknown:
+        raise ConfigError(
+            f"failover.order names {unknown[0]!r}, but the backends of this agent are {names}",
+            next_step="give the agent every backend that it may move to: Agent(['nixl', 'shm'])",
+        )
+    if len(names) < 2:
+        raise ConfigError(
+            f"failover needs several backends, and this agent has {names} only",
+            next_step="Agent(['nixl', 'shm'], ...), or leave failover out",
+        )
+    return failover.order
 
 
 def refuse_open_data_path(

@@ -119,18 +119,12 @@ class Draining:
     def _begin_fences(self) -> None:
         self._fences = []
         for link in self._links:
-            peers = link.peers_to_fence
-            if link.transport is None or not peers:
-                # Never connected from here, so nothing of ours was posted. A peer that writes
-                # needs no connection of ours: then there is nothing that we could fence.
-                if self._peers_write:
-                    self._reasons.append(
-                        f"no connection to {link.incarnation} that could be fenced"
-                    )
-                continue
-            for peer in peers:
-                self._fences.append(link.transport.fence(peer))
-                self._ctx.counters.count("fences.begun")
+            # Where there is no connection from here, nothing of ours was posted. A peer that writes
+            # needs none of ours: then there may be nothing that we could fence.
+            fences, reasons = link.begin_fences(they_write=self._peers_write)
+            self._fences += fences
+            self._reasons += reasons
+            self._ctx.counters.count("fences.begun", len(fences))
 
     def _enter_quarantine(self, now: float) -> None:
         reason = "; ".join(self._reasons) or "no proof and no fence by the drain deadline"

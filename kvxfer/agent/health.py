@@ -9,6 +9,7 @@ import attrs
 from kvxfer.core.inflight import QuarantineEntry
 from kvxfer.policies.breaker import BreakerState
 from kvxfer.policies.credit_queue import QueueState
+from kvxfer.policies.failover import BackendState
 
 if TYPE_CHECKING:
     from kvxfer.agent.engine import Engine
@@ -63,6 +64,8 @@ class Snapshot:
     """Send queues that something is in or waits for, with their credits."""
     breakers: tuple[BreakerState, ...] = ()
     """Peers that failed too often and are left alone, or probed."""
+    backends: tuple[BackendState, ...] = ()
+    """Peers that are not reached through their preferred backend."""
     stuck_threads: dict[str, int] = attrs.field(factory=dict)
     """Engine calls that did not return in time and still have not, by peer."""
 
@@ -114,11 +117,21 @@ def _warnings(engine: Engine, now: float) -> list[str]:
     for breaker in engine.ctx.breakers.states(now):
         pause = "being probed" if not breaker.wait else f"left alone for {breaker.wait:.1f} s"
         found.append(f"peer {breaker.name} failed too often and is {pause}: {breaker.reason}")
+    for state in _backends(engine, now):
+        found.append(
+            f"peer {state.peer} is reached over {state.backend}, not {state.preferred}: "
+            f"{state.reason}"
+        )
     most = engine.ctx.config.limits.stuck_threads
     for peer, count in engine.ctx.stuck.peers.items():
         refused = "; nothing more is posted to it" if count >= most else ""
         found.append(f"{count} engine calls towards peer {peer} do not return{refused}")
     return found
+
+
+def _backends(engine: Engine, now: float) -> tuple[BackendState, ...]:
+    states = [x.switching.state(now) for x in engine.links if x.switching is not None and x.usable]
+    return tuple(state for state in states if state is not None)
 
 
 def snapshot_of(engine: Engine) -> Snapshot:
@@ -147,5 +160,6 @@ def snapshot_of(engine: Engine) -> Snapshot:
         waiting_for_credits=len(engine.ctx.desk),
         queues=engine.ctx.desk.states,
         breakers=engine.ctx.breakers.states(engine.ctx.clock.now()),
+        backends=_backends(engine, engine.ctx.clock.now()),
         stuck_threads=engine.ctx.stuck.peers,
     )

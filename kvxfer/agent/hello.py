@@ -40,6 +40,7 @@ class PeerHello:
     descriptors: Mapping[str, tuple[Descriptor, ...]]
     layers: tuple[LayerRef, ...]
     keeper: wire.KeeperWire | None = None
+    failover: tuple[str, ...] = ()
 
     @classmethod
     def from_wire(cls, sender: str, message: wire.Hello) -> PeerHello:
@@ -100,7 +101,15 @@ class PeerHello:
             descriptors=descriptors,
             layers=layers,
             keeper=message.keeper,
+            failover=tuple(message.failover),
         )
+
+    def used(self, ours: Sequence[Transport]) -> tuple[Transport, ...]:
+        """Those of ``ours`` over which that peer may reach into our memory."""
+        mine = {t.name: t for t in ours}
+        if self.failover:
+            return tuple(mine[n] for n in self.failover if n in mine and n in self.infos)
+        return tuple(mine[n] for n in self.infos if n in mine)[:1]
 
 
 def _layout(message: Mapping[str, Any]) -> KVLayout | StateLayout:
@@ -119,6 +128,8 @@ class LocalHello:
     transports: Sequence[Transport]
     caches: Caches
     versions: tuple[int, int] = (wire.WIRE_MIN, wire.WIRE_MAX)
+    order: tuple[str, ...] | None = None
+    """Failover: backends in order of preference, all of them if empty; None: there is none."""
     revision: int = 0
     keeper: wire.KeeperWire = attrs.field(factory=lambda: wire.KeeperWire("", 0))
 
@@ -135,7 +146,16 @@ class LocalHello:
             transports=[self.caches.transport_wire(t) for t in self.transports],
             layers=self.caches.layers_wire(),
             keeper=self.keeper,
+            failover=[] if self.order is None else [t.name for t in self.preferred],
         )
+
+    @property
+    def preferred(self) -> tuple[Transport, ...]:
+        """The transports that may be used, in order of preference."""
+        if not self.order:
+            return tuple(self.transports)
+        mine = {t.name: t for t in self.transports}
+        return tuple(mine[name] for name in self.order)
 
     def check(self, peer: PeerHello) -> None:
         """Refuse a peer we cannot work with.
@@ -156,17 +176,17 @@ class LocalHello:
                 next_step="serve the same model, dtype and KV quantisation on both sides",
             )
 
-    def choose(self, peer: PeerHello) -> Transport:
-        """The first of our transports that the peer has too.
+    def common(self, peer: PeerHello) -> tuple[Transport, ...]:
+        """Those of our transports that the peer has too, the preferred one first.
 
         Raises:
             HandshakeError: there is none.
         """
-        for transport in self.transports:
-            if transport.name in peer.infos:
-                return transport
+        found = tuple(t for t in self.preferred if t.name in peer.infos)
+        if found:
+            return found
         raise HandshakeError(
             f"{peer.name!r} offers the transports {sorted(peer.infos)}, we have "
-            f"{[t.name for t in self.transports]}",
+            f"{[t.name for t in self.preferred]}",
             next_step="configure one backend on both sides",
         )

@@ -7,7 +7,8 @@ link: nothing of the old one is reused.
 
 A path that failed is prepared anew.  If that did not help, or cannot be done, the connection is
 made anew as well, on both sides.  Both are charged to the peer's circuit breaker: when it opens,
-the link fails, and transfers to that peer fail at once until the pause is over.
+the link fails, and transfers to that peer fail at once until the pause is over.  With failover on,
+the link moves to the peer's next backend instead, as long as there is one (``switching``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from kvxfer.agent.fencing import ConnectAndFence
 from kvxfer.agent.mapping import LinkLayers, match_link
 from kvxfer.agent.poster import Poster
+from kvxfer.agent.switching import Switching
 from kvxfer.core import wire
 from kvxfer.core.events import PeerDown, PeerUp
 from kvxfer.core.verdict import Action
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from kvxfer.core.memory import Descriptor, Region
     from kvxfer.core.pollable import Pollable
     from kvxfer.core.topology import Ranks
-    from kvxfer.core.transport import Path, Peer, Transport
+    from kvxfer.core.transport import Fence, Path, Peer, Transport
     from kvxfer.policies.retry import Decision, RetryRun
 
 __all__ = ["Link", "LinkState"]
@@ -86,6 +89,10 @@ _CHARGED = frozenset(
 )
 """Links that failed in these ways count as faults of the peer. A peer that restarted or was fenced
 (STALE) has a reason of its own, and another life is another breaker."""
+
+_MOVED_FOR = _CHARGED | {ErrorKind.RESOURCE}
+"""What a call gives up for, where another backend may do better. Not for room in a queue: that an
+engine is busy is no reason to storm the next one."""
 
 
 class Link:
@@ -136,6 +143,13 @@ class Link:
         self._greeting = False
         """What we know of the peer is out of date: nothing is tried before its next hello."""
         self._old_peers: list[Peer] = []
+        """Connections that were left while something was in flight on them."""
+        self.switching: Switching | None = None
+        """Failover; None: off, or the two sides have one backend in common."""
+        self._kept: dict[str, Peer] = {}
+        """Connections over backends that are not in use, by name."""
+        self._unwanted: list[tuple[Transport, Pollable[Peer]]] = []
+        """What was being connected when the link moved on."""
         self.session = table.next_session()
 
     def __repr__(self) -> str:
@@ -162,6 +176,11 @@ class Link:
     @property
     def up(self) -> bool:
         return self.state is LinkState.UP
+
+    @property
+    def answers(self) -> bool:
+        """Up, or on its way back there: leases are renewed while a backend is changed."""
+        return self.up or (self._announced and self.usable)
 
     @property
     def knows_layers(self) -> bool:
@@ -247,7 +266,8 @@ class Link:
         self.hello = hello
         try:
             self._table.local.check(hello)
-            self.transport = self._table.local.choose(hello)
+            common = self._table.local.common(hello)
+            self.transport = common[0]
             self._match(hello)
         except (HandshakeError, GeometryError, InvalidInputError) as error:
             self.mailbox.send(wire.HelloRefused(self._table.local.versions, str(error)[:4096]))
@@ -255,6 +275,9 @@ class Link:
             return
         if self.mailbox.address and self._ctx.breakers.success(self.mailbox.address, now):
             self._ctx.counters.count("breakers.closed")
+        policy = self._ctx.config.failover
+        if policy is not None and len(common) > 1:
+            self.switching = Switching(self._ctx, self, policy, common)
         self.version = wire.common_version(self._table.local.versions, hello.versions) or 0
         self.mailbox.version = self.version
         self.state = LinkState.CONNECTING
@@ -276,6 +299,8 @@ class Link:
             self.fail(error, now)
             return
         self.drop_path(now)
+        if self.switching is not None:
+            self.switching.peer_changed(now)
         if renewed and self.up:
             self._reconnect(now)
         self._ctx.soon(self)
@@ -286,13 +311,85 @@ class Link:
         assert self.transport is not None
         if self.peer is not None:
             self.transport.disconnect(self.peer)
-            self._old_peers = [*self._undrained_peers(), self.peer]
+            self._old_peers = [*self.left_peers(), self.peer]
             self.peer = None
+        self._connect_anew(now)
+        self._ctx.counters.count("peers.reconnected")
+
+    def _connect_anew(self, now: float) -> None:
         self.state = LinkState.CONNECTING
         self._connecting = self._connect_run = None
         self._connect_at = now
         self._deadline = now + self._ctx.timeouts.connect
-        self._ctx.counters.count("peers.reconnected")
+
+    # ---- other backends ----------------------------------------------------------------------
+
+    def use(self, transport: Transport, now: float, *, broken: bool) -> None:
+        """Go on over another backend. ``broken``: what is in flight over the one before is lost.
+
+        Otherwise it may end in peace.  Parts wait until nothing of the one before can touch their
+        memory (``Part.waits_elsewhere``).
+        """
+        assert self.transport is not None
+        before = self.transport
+        self.drop_path(now)
+        self.poster.leave_thread()
+        if self._connecting is not None:
+            self._unwanted.append((before, self._connecting))
+        if self.peer is not None:
+            self._old_peers = [*self.left_peers(), self.peer]
+            if broken:
+                before.disconnect(self.peer)
+            else:
+                self._kept[before.name] = self.peer
+        self.transport = transport
+        self.peer = None
+        self._greeting = False
+        self.paths.failures = 0
+        self._connect_anew(now)
+        self._ctx.soon(self)
+        self._changed()
+
+    def close_unwanted(self) -> None:
+        """Close connections that came up when nobody wanted them any more."""
+        still = []
+        for transport, connecting in self._unwanted:
+            peer, error = connecting.poll()
+            if peer is not None:
+                transport.disconnect(peer)
+            elif error is None:
+                still.append((transport, connecting))
+        self._unwanted = still
+
+    def keep(self, peer: Peer) -> None:
+        """``peer`` is connected over a backend that is not in use; it is for the next switch."""
+        self._kept[peer.transport.name] = peer
+
+    def kept(self, backend: str) -> Peer | None:
+        """A connection over that backend that is not in use, if there is one and it is open."""
+        peer = self._kept.get(backend)
+        return None if peer is None or peer.closed else peer
+
+    def drop_kept(self, backend: str) -> None:
+        peer = self._kept.pop(backend, None)
+        if peer is not None:
+            peer.transport.disconnect(peer)
+
+    def _backend_failed(self, error: KvxferError, now: float) -> None:
+        """The backend in use cannot reach the peer: the next one, or none."""
+        if self.switching is None or not self.switching.fault(error, now, final=True):
+            self.fail(error, now)
+
+    def gave_up(self, error: KvxferError, now: float) -> bool:
+        """A call can do no more over the backend in use; True if the link has moved to another."""
+        if self.switching is None or error.kind not in _MOVED_FOR or not self.usable:
+            return False
+        return bool(self.switching.fault(error, now, final=True))
+
+    def too_late(self, error: KvxferError, now: float) -> None:
+        """A part was not complete in time. It is lost; others may be better off elsewhere."""
+        if self.switching is not None and self.usable:
+            self.switching.fault(error, now)
 
     def _match(self, hello: PeerHello) -> None:
         """Pair our layers with theirs, as far as both have registered any."""
@@ -302,13 +399,38 @@ class Link:
     @property
     def peers_to_fence(self) -> list[Peer]:
         """The connection, and earlier ones on which something may still be in flight."""
-        return [*self._undrained_peers(), *([self.peer] if self.peer is not None else [])]
+        return [*self.left_peers(), *([self.peer] if self.peer is not None else [])]
 
-    def _undrained_peers(self) -> list[Peer]:
-        transport = self.transport
-        if transport is None:
-            return []
-        return [p for p in self._old_peers if any(x.undrained for x in transport._paths_of(p))]
+    def left_peers(self) -> list[Peer]:
+        """Connections that were left and on which something may still be in flight."""
+        if self._old_peers:
+            self._old_peers = [
+                p
+                for p in self._old_peers
+                if p is not self.peer and any(x.undrained for x in p.transport._paths_of(p))
+            ]
+        return self._old_peers
+
+    def begin_fences(self, *, they_write: bool) -> tuple[list[Pollable[Fence]], list[str]]:
+        """Ask for the proof that nothing of that peer lands any more, and why some cannot be asked.
+
+        ``they_write``: nothing that the peer writes, over any backend that it may use.
+        """
+        if not they_write:
+            return [peer.transport.fence(peer) for peer in self.peers_to_fence], []
+        fences: list[Pollable[Fence]] = []
+        if self.hello is None:
+            return fences, [f"no connection to {self.incarnation} that could be fenced"]
+        known = [*self.peers_to_fence, *self._kept.values()]
+        for transport in self.hello.used(self._table.local.transports):
+            peers = [peer for peer in known if peer.transport is transport]
+            try:
+                fences += [transport.fence(peer) for peer in peers] or [
+                    ConnectAndFence(transport, self.hello.infos[transport.name])
+                ]
+            except KvxferError as error:
+                return fences, [f"{transport.name} cannot be fenced: {error}"]
+        return fences, []
 
     def _renew(self, now: float) -> None:
         """Make the connection anew, on both sides: the peer does the same on our next hello."""
@@ -399,6 +521,30 @@ class Link:
             self._hello_interval = min(self._hello_interval * 2, 0.5)
         self._ctx.at(self, min(max(self._hello_at, now + 1e-3), self._suspect_until))
 
+    def engine_ended(self, peer: Peer, now: float) -> bool:
+        """One engine saw its peer end. True if that ends the link.
+
+        Where the two sides may use several, it says nothing of the others: the peer's process has
+        to answer, or the link fails.
+        """
+        if self.hello is None or not self.usable:
+            return False
+        used = {t.name for t in self.hello.used(self._table.local.transports)}
+        used.update(() if self.switching is None else self.switching.order)
+        if len(used | {peer.transport.name}) < 2:
+            return peer is self.peer
+        self._suspect(f"its {peer.transport.name} engine ended", self._ctx.timeouts.connect, now)
+        if peer is not self.peer:
+            self.drop_kept(peer.transport.name)
+        elif self.switching is not None:
+            error = PeerLostError(f"{self!r}: its {peer.transport.name} engine has ended")
+            self.switching.fault(error, now, final=True)
+        return False
+
+    def has(self, peer: Peer) -> bool:
+        """Whether that is a connection of this link."""
+        return peer is self.peer or self._kept.get(peer.transport.name) is peer
+
     def _connect(self, now: float) -> None:
         assert self.hello is not None
         assert self.transport is not None
@@ -407,6 +553,10 @@ class Link:
                 self._ctx.at(self, self._connect_at)
                 return
             if not self._pass_breaker(now):
+                return
+            kept = self._kept.pop(self.transport.name, None)
+            if kept is not None and not kept.closed:
+                self._connected(kept)
                 return
             info = self.hello.infos[self.transport.name]
             try:
@@ -420,17 +570,21 @@ class Link:
             self._connect_failed(failure, now)
         elif peer is not None:
             self._connecting = None
-            self.peer = peer
-            self.state = LinkState.UP
-            if not self._announced:
-                self._announced = True
-                self._ctx.counters.count("peers.up")
-                self._ctx.emit(PeerUp(peer=self.incarnation, address=self.address))
-            self._changed()
+            self._connected(peer)
         elif now >= self._deadline:
-            self.fail(HandshakeError(f"{self!r}: the transport did not connect in time"), now)
+            late = HandshakeError(f"{self!r}: {self.transport.name} did not connect in time")
+            self._backend_failed(late, now)
         else:
             self._ctx.at(self, now + self._ctx.config.pump_interval)
+
+    def _connected(self, peer: Peer) -> None:
+        self.peer = peer
+        self.state = LinkState.UP
+        if not self._announced:
+            self._announced = True
+            self._ctx.counters.count("peers.up")
+            self._ctx.emit(PeerUp(peer=self.incarnation, address=self.address))
+        self._changed()
 
     def _pass_breaker(self, now: float) -> bool:
         """Whether the network may be touched.
@@ -454,7 +608,7 @@ class Link:
             )
         decision = self._decide(self._connect_run, error, now)
         if not decision.again:
-            self.fail(error, now)
+            self._backend_failed(error, now)
             return
         if decision.action is Action.REHANDSHAKE:
             # It may have to let us in first, and does when it hears of us.
@@ -512,7 +666,8 @@ class Link:
             self._changed()
         elif now >= state.deadline:
             state.pending = None
-            self.fail(HandshakeError(f"{self!r}: the path was not prepared in time"), now)
+            late = HandshakeError(f"{self!r}: the path was not prepared in time")
+            self._backend_failed(late, now)
         else:
             self._ctx.at(self, now + self._ctx.config.pump_interval)
 
@@ -525,7 +680,7 @@ class Link:
             )
         decision = self._decide(state.run, error, now)
         if not decision.again:
-            self.fail(error, now)
+            self._backend_failed(error, now)
             return
         state.not_before = decision.at
         self._ctx.at(self, decision.at)
@@ -541,12 +696,15 @@ class Link:
             self._ask_for_hello(now)
 
     def _region_pairs(self) -> list[tuple[Region, Descriptor]]:
-        assert self.hello is not None
         assert self.transport is not None
         assert self._caches is not None
-        theirs = self.hello.descriptors[self.transport.name]
+        theirs = self.descriptors_of(self.transport.name)
         mine = self._caches.regions[self.transport.name]
         return [(mine[local], theirs[remote]) for local, remote in self.layers.regions]
+
+    def descriptors_of(self, backend: str) -> tuple[Descriptor, ...]:
+        """The peer's memory, as that backend addresses it."""
+        return () if self.hello is None else self.hello.descriptors.get(backend, ())
 
     def path_failed(
         self, now: float, generation: int, error: KvxferError, *, greet: bool = False
@@ -573,10 +731,20 @@ class Link:
     def proved(self, now: float) -> None:
         """Something arrived over the path."""
         self.paths.failures = 0
+        if self.switching is not None:
+            self.switching.arrived()
         if self._ctx.breakers.success(self.breaker, now):
             self._ctx.counters.count("breakers.closed")
 
     def _charge(self, error: KvxferError, now: float) -> bool:
+        """Count a fault; True if it was one too many: the link has moved, or has failed."""
+        if self.switching is not None and self.usable:
+            moved = self.switching.fault(error, now)
+            if moved is not None:
+                return moved
+        return self._charge_peer(error, now)
+
+    def _charge_peer(self, error: KvxferError, now: float) -> bool:
         """Count a fault of the peer; True if that was one too many and the link has failed."""
         self._ctx.counters.count("breakers.faults")
         if not self._ctx.breakers.fault(self.breaker, now, str(error), error.kind):
@@ -610,7 +778,7 @@ class Link:
         kind = self.kind_of_failure()
         self._ctx.counters.count(f"peers.failed.{kind.value}")
         if kind in _CHARGED and not isinstance(error, CircuitOpenError):
-            self._charge(error, now)
+            self._charge_peer(error, now)
         else:
             self._ctx.breakers.unproven(self.breaker)
         if was_up:
@@ -635,6 +803,11 @@ class Link:
         if self.peer is not None and self.transport is not None:
             # Fails what is pending by the transport's own ledger; drained is told separately.
             self.transport.disconnect(self.peer)
+        for backend in tuple(self._kept):
+            self.drop_kept(backend)
+        self.close_unwanted()
+        if self.switching is not None:
+            self.switching.close()
         if self.hello is not None:
             self._ctx.keeping.parted(self.incarnation)
         self._ctx.forget(self)

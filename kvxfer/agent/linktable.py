@@ -221,9 +221,13 @@ class LinkTable:
     def on_peer_lost(self, peer: Peer, now: float) -> None:
         """An engine saw the peer end. Its last words may still be on their way to us."""
         for link in tuple(self._by_incarnation.values()):
-            if link.peer is peer and link.usable:
+            if not link.has(peer) or not link.usable:
+                continue
+            if link.engine_ended(peer, now):
                 self.ctx.counters.count("peers.ended")
                 self.ctx.at(_Ended(self, link), now + _LAST_WORDS)
+            else:
+                self.ctx.counters.count("peers.engines_ended")
 
     def on_bye(self, sender: str) -> None:
         link = self._by_incarnation.get(sender)

@@ -4,6 +4,9 @@ The steps, top to bottom: ``start`` cuts the batch into calls; each call is post
 poster once it has its credits, which may cut it further; ``on_attempt`` takes what the transport
 reports; a failed call is classified and the retry policy decides.  A part is DONE only when one
 attempt of each piece succeeded and every other attempt is drained.
+
+Where the link has moved to another backend, a call goes on over that one, but not before everything
+that was posted over the earlier one for the same blocks is drained (``waits_elsewhere``).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvxfer.agent.context import Context, Steppable
     from kvxfer.agent.links import Link
+    from kvxfer.core.transport import Peer, Transport
     from kvxfer.policies.credit_queue import Grant, QueueState
     from kvxfer.policies.retry import RetryRun
 
@@ -42,7 +46,18 @@ class _CallState(enum.Enum):
 class Call:
     """One engine call of a part: the retry unit."""
 
-    __slots__ = ("_generation", "_run", "at", "batch", "current", "grant", "part", "state")
+    __slots__ = (
+        "_earlier",
+        "_generation",
+        "_run",
+        "at",
+        "batch",
+        "current",
+        "grant",
+        "part",
+        "state",
+        "transport",
+    )
 
     def __init__(self, part: Part, batch: Batch, run: RetryRun | None = None) -> None:
         self.part = part
@@ -52,7 +67,11 @@ class Call:
         self.current: Attempt | None = None
         self.grant: Grant[Call] | None = None
         """The credits of the latest post."""
+        self.transport = part.link.transport
+        """Over which it was posted last, or is to be posted first."""
         self._run = run
+        self._earlier: tuple[HistoryEntry, ...] = ()
+        """What happened over other backends."""
         self._generation = 0
 
     # ---- from the poster ---------------------------------------------------------------------
@@ -82,12 +101,42 @@ class Call:
     def _like(self, batch: Batch) -> Call:
         call = Call(self.part, batch, self._run)
         call.state, call.at = self.state, self.at
+        call.transport, call._earlier = self.transport, self._earlier
         return call
 
     def posting(self, grant: Grant[Call], now: float) -> None:
+        self._forget_other_backend()
         self.state = _CallState.POSTING
         self.grant = grant
         self.part.posting(now)
+
+    def hold(self, now: float) -> None:
+        """Something of an earlier backend may still touch the memory: wait until it cannot."""
+        if self.part.stopped:
+            self._over()
+            return
+        self.state = _CallState.WAITING
+        self.at = math.inf
+        self.part.hold(now)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The link has moved to another backend since this was posted."""
+        return self.transport is not self.part.link.transport
+
+    def _forget_other_backend(self) -> None:
+        """What was tried over another backend is history: its budgets are not this one's."""
+        if self.is_elsewhere:
+            self._earlier, self._run = self.history, None
+            self.transport = self.part.link.transport
+
+    def _again_elsewhere(self, now: float) -> None:
+        self.part.ctx.counters.count("failover.reposted")
+        self._forget_other_backend()
+        self.current = None
+        self.state = _CallState.WAITING
+        self.at = now
+        self.part.ctx.at(self.part, now)
 
     def park(self) -> None:
         """Too little lease is left: wait until it is renewed."""
@@ -154,6 +203,9 @@ class Call:
             self._over()
             part.fail_for_link(self.history)
             return
+        if self.is_elsewhere:
+            self._again_elsewhere(now)
+            return
         if self._run is None:
             self._run = part.ctx.retry.start(now, part.deadline, part.ctx.rng)
         if verdict.action is Action.WAIT and self.current is None:
@@ -171,6 +223,12 @@ class Call:
                 self._over()
                 part.fail_for_link(self.history)
                 return
+        if not decision.again and not self.is_elsewhere:
+            kind = decision.kind or verdict.kind
+            part.link.gave_up(TransferError(message, kind=kind, engine=engine), now)
+        if self.is_elsewhere:
+            self._again_elsewhere(now)
+            return
         if not decision.again:
             kind = decision.kind or verdict.kind
             part.ctx.counters.count(f"posts.failed.{kind.value}")
@@ -202,12 +260,31 @@ class Call:
             pieces = -(-len(batch) // 2)
             nbytes = 2**62 if len(batch) > 1 else max(1, -(-batch.nbytes // 2))
         cuts = batch.cut(max_pieces=pieces, max_nbytes=nbytes)
-        return [Call(self.part, cut, self._run) for cut in cuts]
+        return self._cut(cuts)
+
+    def fitting(self) -> list[Call]:
+        """This call as calls that the link's backend takes: another one may take less at once."""
+        transport = self.part.link.transport
+        assert transport is not None
+        caps = transport.capabilities
+        if len(self.batch) <= caps.max_pieces and self.batch.nbytes <= caps.max_nbytes:
+            return [self]
+        calls = self._cut(self.batch.cut(max_pieces=caps.max_pieces, max_nbytes=caps.max_nbytes))
+        for call in calls:
+            call.state, call.at = self.state, self.at
+        self.part.replace(self, calls)
+        return calls
+
+    def _cut(self, batches: Sequence[Batch]) -> list[Call]:
+        calls = [Call(self.part, batch, self._run) for batch in batches]
+        for call in calls:
+            call.transport, call._earlier = self.transport, self._earlier
+        return calls
 
     @property
     def history(self) -> tuple[HistoryEntry, ...]:
         """What was refused or failed so far."""
-        return self._run.history if self._run is not None else ()
+        return (*self._earlier, *(self._run.history if self._run is not None else ()))
 
 
 class Part:
@@ -226,6 +303,7 @@ class Part:
         *,
         deadline: float,
         owner: Steppable,
+        siblings: Sequence[Part] = (),
     ) -> None:
         self.ctx = ctx
         self.link = link
@@ -238,10 +316,19 @@ class Part:
         self.parked = False
         self.undrained: dict[Attempt, Grant[Call]] = {}
         """And the credits that each holds."""
-        self.backend = link.transport.name if link.transport is not None else "kvxfer"
+        self.held = False
+        """Calls wait for what another backend may still do."""
         self.owner = owner
+        self._siblings = siblings
+        """Parts of the same transfer and link: they may have blocks in common."""
+        self._held_since = math.inf
         self._began = math.inf
         self._open: dict[Call, None] = {}
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend in use."""
+        return self.link.transport.name if self.link.transport is not None else "kvxfer"
 
     def start(self, now: float) -> None:
         """Cut the batch as the transport needs it and queue the calls.
@@ -267,15 +354,17 @@ class Part:
     def step(self, now: float) -> None:
         """Retry times that have come, and the deadline."""
         if now >= self.deadline and self._open and not self.stopped:
-            self.fail(
-                TransferError(
-                    f"not complete {now - self._began:.3f} s after its first post: "
-                    "Timeouts.transfer is over",
-                    kind=ErrorKind.TIMEOUT,
-                    history=self.history,
-                )
+            error = TransferError(
+                f"not complete {now - self._began:.3f} s after its first post: "
+                "Timeouts.transfer is over",
+                kind=ErrorKind.TIMEOUT,
+                history=self.history,
             )
+            self.link.too_late(error, now)
+            self.fail(error)
             return
+        if self.held:
+            self._look_elsewhere(now)
         self._submit_due(now)
 
     def posting(self, now: float) -> None:
@@ -300,6 +389,78 @@ class Part:
             next_at = min(next_at, self.deadline)
         if next_at < math.inf and self._open:
             self.ctx.at(self, next_at)
+
+    # ---- after a change of backend -----------------------------------------------------------
+
+    def waits_elsewhere(self, transport: Transport) -> bool:
+        """Whether something posted over another backend may still touch the same blocks.
+
+        Never two engines write one block.
+        """
+        return bool(self.link.left_peers()) and any(
+            part._is_elsewhere(transport) for part in (self, *self._siblings)
+        )
+
+    def _is_elsewhere(self, transport: Transport) -> bool:
+        return any(p.transport is not transport for p in self._peers()) or any(
+            c.state is _CallState.POSTING and c.transport is not transport for c in self._open
+        )
+
+    def _peers(self) -> dict[Peer, None]:
+        """The connections on which something of ours is not drained."""
+        return dict.fromkeys(a.path.peer for a in self.undrained if not a.drained)
+
+    def hold(self, now: float) -> None:
+        """A call waits for what another backend may still do."""
+        if not self.held:
+            self.held = True
+            self._held_since = now
+            self.ctx.counters.count("failover.waited_for_drained")
+        self.ctx.at(self, self._held_since + self.ctx.timeouts.drain)
+
+    def _look_elsewhere(self, now: float) -> None:
+        """Go on if nothing is in flight elsewhere; ask for fences if that takes too long."""
+        transport = self.link.transport
+        if transport is None or self.stopped:
+            return
+        if not self.waits_elsewhere(transport):
+            self.held = False
+            for call in self._open:
+                if call.state is _CallState.WAITING and call.at == math.inf:
+                    call.at = now
+            return
+        fence_at = self._held_since + self.ctx.timeouts.drain
+        if now < fence_at:
+            self.ctx.at(self, fence_at)
+            return
+        switching = self.link.switching
+        for part in (self, *self._siblings):
+            for peer in part._peers():
+                if peer.transport is transport or switching is None:
+                    continue
+                done, why = switching.proof(peer, self.op)
+                if done is False:
+                    self._fail_unproven(peer.transport.name, why)
+                    return
+        # Fences answer when they can, and an engine call that does not return has none.
+        self.ctx.at(self, now + self.ctx.config.pump_interval)
+
+    def _fail_unproven(self, left: str, why: str) -> None:
+        self.fail(
+            TransferError(
+                f"{left} failed, and nothing proves that it does not write any more where "
+                f"{self.backend} would have to: {why}",
+                kind=ErrorKind.CONNECTION,
+                next_step="begin again with fresh destination blocks; these are drained later, or "
+                "quarantined",
+                history=self.history,
+            )
+        )
+
+    def drained_one(self) -> None:
+        """An attempt of this part or of a sibling is drained."""
+        if self.held:
+            self.ctx.soon(self)
 
     def may_post(self, now: float) -> bool:
         """Whether enough lease is left to begin another post."""
@@ -326,13 +487,16 @@ class Part:
             if attempt.state is AttemptState.DONE:
                 call.state = _CallState.DONE
                 self.ctx.desk.succeeded(self.undrained[attempt])
-                self.link.proved(now)
+                if attempt.path.peer.transport is self.link.transport:
+                    self.link.proved(now)
                 self.call_over(call)
             else:
                 self._attempt_failed(call, attempt, now)
         if attempt.terminal and attempt.drained and attempt in self.undrained:
             self.link.poster.settled(self.undrained.pop(attempt))
             self.ctx.soon(self.owner)
+            for part in (self, *self._siblings) if self.link.switching is not None else ():
+                part.drained_one()
 
     def _attempt_failed(self, call: Call, attempt: Attempt, now: float) -> None:
         error = attempt.error or EngineError(backend=self.backend, message="failed without a word")

@@ -89,8 +89,13 @@ class Poster:
             return
         ready, self._unplaced = self._unplaced, {}
         for call in ready:
-            if call.ready:  # otherwise its part was stopped meanwhile
-                self._place(call, path, transport, now)
+            if not call.ready:  # its part was stopped meanwhile
+                continue
+            if call.part.waits_elsewhere(transport):
+                call.hold(now)
+                continue
+            for part in call.fitting():
+                self._place(part, path, transport, now)
 
     # ---- credits -----------------------------------------------------------------------------
 
@@ -138,6 +143,11 @@ class Poster:
             desk.give_back(grant)
             self._put_off(call)
             return
+        if call.part.waits_elsewhere(transport):
+            desk.give_back(grant)
+            self.withdraw(call)
+            call.hold(now)
+            return
         if not call.part.may_post(self._ctx.clock.now()):
             desk.give_back(grant)
             self.withdraw(call)
@@ -145,7 +155,7 @@ class Poster:
             return
         blocking = transport.capabilities.may_block_in_post
         limit = self._ctx.config.limits.stuck_threads
-        if blocking and self._ctx.stuck.of(self._link.incarnation) >= limit:
+        if blocking and self._ctx.stuck.of(self._stuck_name(transport)) >= limit:
             desk.give_back(grant)
             self.withdraw(call)
             self._ctx.counters.count("posting_threads.refused")
@@ -191,11 +201,16 @@ class Poster:
         for thread in tuple(self._left):
             for job, outcome in thread.take():
                 del self._left[thread]
-                self._ctx.stuck.returned(self._link.incarnation)
+                self._ctx.stuck.returned(self._stuck_name(job.transport))
                 self._ctx.counters.count("posting_threads.returned")
                 self._deliver(job, outcome, now)
                 if isinstance(outcome, Attempt) and not outcome.terminal:
                     outcome.request_cancel()
+
+    def _stuck_name(self, transport: Transport) -> str:
+        """The peer, and where it has several the backend: one engine's fault is not another's."""
+        peer = self._link.incarnation
+        return peer if self._link.switching is None else f"{peer} over {transport.name}"
 
     def _posted(self) -> None:
         """The thread is free."""
@@ -219,6 +234,8 @@ class Poster:
             history=job.call.history,
         )
         self._ctx.counters.count("posts.failed.timeout")
+        if self._link.gave_up(error, now):
+            return  # the call waits for the thread, or for the deadline
         job.call.part.fail(error)
         # The thread may still be at work on that path, and posts on one path come one at a time.
         self._link.path_failed(now, job.generation, error)
@@ -232,7 +249,7 @@ class Poster:
         thread.abandon()
         if job is not None:
             self._left[thread] = job
-            self._ctx.stuck.began(self._link.incarnation)
+            self._ctx.stuck.began(self._stuck_name(job.transport))
             self._ctx.counters.count("posting_threads.abandoned")
             self._posted()
 

@@ -178,7 +178,7 @@ class Pull:
         """Ask for the grant, again until it is there, and renew it at half its time."""
         for source in self._sources:
             link = source.link
-            if link is None or not link.up:
+            if link is None or not link.answers:
                 continue
             granted = source.granted_until > now
             interval = self._ctx.config.grant_interval
@@ -257,7 +257,15 @@ class Pull:
                 continue
             while source.planned < len(self._specs):
                 batch = self._plan(link, self._specs[source.planned])
-                part = Part(self._ctx, link, Op.READ, batch, deadline=self._deadline, owner=self)
+                part = Part(
+                    self._ctx,
+                    link,
+                    Op.READ,
+                    batch,
+                    deadline=self._deadline,
+                    owner=self,
+                    siblings=source.parts,
+                )
                 part.lease_end = source.granted_until
                 source.parts.append(part)
                 source.planned += 1

@@ -278,7 +278,15 @@ class Push:
             _check_visibility(link)
             while len(target.parts) < self._ready:
                 batch = self._plan(link, target, self._specs[len(target.parts)])
-                part = Part(self._ctx, link, Op.WRITE, batch, deadline=self._deadline, owner=self)
+                part = Part(
+                    self._ctx,
+                    link,
+                    Op.WRITE,
+                    batch,
+                    deadline=self._deadline,
+                    owner=self,
+                    siblings=target.parts,
+                )
                 target.parts.append(part)
                 self._producer.queued -= 1
                 part.start(now)

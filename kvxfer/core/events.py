@@ -14,6 +14,7 @@ import attrs
 from kvxfer.errors import ErrorKind, TransferError
 
 __all__ = [
+    "BackendChanged",
     "Declined",
     "Drained",
     "Event",
@@ -141,4 +142,19 @@ class PeerDown(Event):
     """A peer closed, died, or was replaced by a newer incarnation."""
 
     peer: str
+    reason: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class BackendChanged(Event):
+    """What we move to and from a peer goes over another backend from now on.
+
+    ``down``: over a less preferred one, because ``before`` failed as ``reason`` says.  What was
+    under way goes on over ``backend`` as soon as nothing of ``before`` can touch its blocks.
+    """
+
+    peer: str
+    before: str
+    backend: str
+    down: bool
     reason: str = ""

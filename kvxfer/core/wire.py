@@ -189,6 +189,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     keeper: KeeperWire | None = None
     """Where the sender's keeper is reached. Missing only from a sender that speaks version 1 only:
     who speaks version 2 must say it, also that there is none."""
+    failover: Annotated[list[Token], Meta(max_length=16)] = []
+    """The transports that the sender may move to, the preferred one first. Empty, or missing from
+    an older sender: it uses the first of ``transports`` that the receiver has, and no other."""
 
 
 class HelloRefused(msgspec.Struct, frozen=True, tag="hello_refused"):
