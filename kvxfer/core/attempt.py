@@ -87,7 +87,7 @@ class Attempt:
         the proof that the attempt is drained.
         """
         with self._lock:
-            late = self.terminal
+            late = self.state is not AttemptState.PENDING
             if not late:
                 self.accepted = Accepted.ALL
                 self.nbytes = self.batch.nbytes

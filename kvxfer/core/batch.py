@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,11 @@ from kvxfer.core.terms import Flat, Repeated, Term, Vectors
 from kvxfer.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Batch", "Int32Array", "Int64Array", "Members", "Pieces"]
+
+T = TypeVar("T")
 
 
 class Batch:
@@ -33,7 +35,18 @@ class Batch:
         InvalidInputError: lengths differ, a size is not positive, or an offset is negative.
     """
 
-    __slots__ = ("_count", "_lists", "_terms", "_used", "_vectors", "members", "nbytes", "shared")
+    __slots__ = (
+        "_count",
+        "_kept",
+        "_lists",
+        "_reach",
+        "_terms",
+        "_used",
+        "_vectors",
+        "members",
+        "nbytes",
+        "shared",
+    )
 
     members: Members | None
     """Where the shared pieces are repeated; None unless all of the batch has that one form."""
@@ -65,6 +78,8 @@ class Batch:
         self._vectors: Vectors | None = None
         self._lists: tuple[list[int], list[int], list[int], list[int]] | None = None
         self._used: list[int] | None = None
+        self._reach: tuple[int, int, int] | None = _UNKNOWN
+        self._kept: tuple[Any, Any] | None = None
 
     @classmethod
     def _of(cls, terms: Sequence[Term]) -> Batch:
@@ -151,7 +166,13 @@ class Batch:
         """``(pair, local, remote, size)`` as Python lists: what pybind11 takes fastest. Cached."""
         if self._lists is None:
             pair, local, remote, size = self.vectors
-            self._lists = (as_list(pair), as_list(local), as_list(remote), as_list(size))
+            n, one = len(size), self._terms[0].one_size if len(self._terms) == 1 else 0
+            self._lists = (
+                as_list(pair),
+                local.tolist(),
+                remote.tolist(),
+                [one] * n if one else as_list(size),
+            )
         return self._lists
 
     # ---- the factored form -------------------------------------------------------------------
@@ -171,9 +192,43 @@ class Batch:
     def used_pairs(self) -> list[int]:
         """The pair indices that occur, rising. Cached."""
         if self._used is None:
-            found = [term.used_pairs() for term in self._terms]
-            self._used = found[0] if len(found) == 1 else sorted(set().union(*found))
+            if self.reach is not None:
+                self._used = [self.reach[0]]
+            else:
+                found = [term.used_pairs() for term in self._terms]
+                self._used = found[0] if len(found) == 1 else sorted(set().union(*found))
         return self._used
+
+    @property
+    def max_size(self) -> int:
+        """The size of the largest piece; 0 if there is none."""
+        return max((term.max_size for term in self._terms if term.count), default=0)
+
+    @property
+    def reach(self) -> tuple[int, int, int] | None:
+        """``(pair, local, remote)``: all pieces are of that pair, and end at these bytes or before.
+
+        None if that cannot be said in a hurry: of several pairs, factored, or empty. Cached.
+        """
+        if self._reach is _UNKNOWN:
+            self._reach = self._find_reach()
+        return self._reach
+
+    def _find_reach(self) -> tuple[int, int, int] | None:
+        term = self._terms[0] if len(self._terms) == 1 else None
+        if not isinstance(term, Flat) or not self._count:
+            return None
+        return term.reach()
+
+    def keep(self, make: Callable[[Batch], T]) -> T:
+        """``make(self)``; the last one that was made is kept, for posts that are repeated.
+
+        ``make`` must be equal each time.  What it returns must not hold the batch.
+        """
+        if self._kept is None or self._kept[0] != make:
+            self._kept = (make, make(self))
+        found: T = self._kept[1]
+        return found
 
     def top_pair(self) -> tuple[int, int]:
         """``(greatest pair index, first piece with it)`` of a batch that is not empty."""
@@ -269,5 +324,6 @@ class Batch:
         return cls._of(terms)
 
 
+_UNKNOWN = (-1, -1, -1)
 _EMPTY = np.empty(0, np.int64)
 _NOTHING: Vectors = (np.empty(0, np.int32), _EMPTY, _EMPTY, _EMPTY)

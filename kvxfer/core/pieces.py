@@ -25,6 +25,8 @@ __all__ = [
     "as_list",
     "chop",
     "exact_sum",
+    "greatest",
+    "least",
     "stretches",
     "used",
     "vector",
@@ -226,7 +228,7 @@ class Pieces:
                 found = (self._one, self._one)
             else:
                 values: Int64Array = getattr(self, name)
-                found = (int(values.min()), int(values.max()))
+                found = (least(values), greatest(values))
             self._extremes[name] = found
         return found
 
@@ -301,6 +303,18 @@ def vector(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
     if array.size and (int(array.max()) > info.max or int(array.min()) < info.min):
         raise InvalidInputError(f"{name} holds values outside {info.dtype}")
     return array.astype(dtype)
+
+
+def least(values: npt.NDArray[Any]) -> int:
+    """The least value of a vector that is not empty. Three times quicker than ``min``, if short."""
+    found: int = values.item(values.argmin())
+    return found
+
+
+def greatest(values: npt.NDArray[Any]) -> int:
+    """As ``least``."""
+    found: int = values.item(values.argmax())
+    return found
 
 
 def as_list(values: npt.NDArray[Any]) -> list[int]:

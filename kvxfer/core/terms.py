@@ -18,6 +18,8 @@ from kvxfer.core.pieces import (
     Pieces,
     chop,
     exact_sum,
+    greatest,
+    least,
     stretches,
     used,
     vector,
@@ -33,19 +35,24 @@ Vectors = tuple[Int32Array, Int64Array, Int64Array, Int64Array]
 class Flat:
     """Pieces as four vectors."""
 
-    __slots__ = ("count", "nbytes", "vectors")
+    __slots__ = ("count", "max_size", "min_size", "nbytes", "vectors")
 
-    def __init__(self, vectors: Vectors, nbytes: int) -> None:
+    def __init__(self, vectors: Vectors, *, min_size: int = 0) -> None:
+        """``min_size`` may be left at 0 where it is not known."""
+        size = vectors[3]
         self.vectors = vectors
-        self.nbytes = nbytes
-        self.count = len(vectors[0])
+        self.count = len(size)
+        self.min_size = min_size
+        self.max_size = greatest(size) if self.count else 0
+        if min_size == self.max_size:
+            self.nbytes = min_size * self.count
+        else:
+            self.nbytes = exact_sum(size, self.max_size)
 
     @classmethod
     def of(cls, *vectors: Any) -> Flat:
         """Vectors that were checked before."""
-        size: Int64Array = vectors[3]
-        nbytes = exact_sum(size, int(size.max())) if len(size) else 0
-        return cls(vectors, nbytes)
+        return cls(vectors)
 
     @classmethod
     def checked(
@@ -68,16 +75,27 @@ class Flat:
                 f"pair, local, remote and size have lengths {n}, {others[0]}, "
                 f"{others[1]} and {others[2]}: they must be equal"
             )
+        lowest = 0
         if n:
             for name, values, low in zip(_NAMES, checked, _LEAST, strict=True):
-                if int(values.min()) < low:
-                    i = int(values.argmin())
-                    raise _below(name, i, int(values[i]), low)
-        return cls.of(*checked)
+                lowest = least(values)
+                if lowest < low:
+                    raise _below(name, int(values.argmin()), lowest, low)
+        pairs, here, there, sizes = checked
+        return cls((pairs, here, there, sizes), min_size=lowest)
 
     @property
-    def max_size(self) -> int:
-        return int(self.vectors[3].max())
+    def one_size(self) -> int:
+        """The size that all pieces have; 0 if they differ or it is not known."""
+        return self.max_size if self.min_size == self.max_size else 0
+
+    def reach(self) -> tuple[int, int, int] | None:
+        """As ``Batch.reach``; not for an empty term."""
+        pair, local, remote, _ = self.vectors
+        one = greatest(pair)
+        if one != least(pair):
+            return None
+        return one, greatest(local) + self.max_size, greatest(remote) + self.max_size
 
     def part(self, start: int, stop: int) -> list[Term]:
         return [Flat.of(*(v[start:stop] for v in self.vectors))] if start < stop else []
@@ -210,6 +228,11 @@ class Repeated:
         top = self.members.extremes[1][0]
         m = next(i for i, row in enumerate(self.members.rows) if row[0] == top)
         return top, m * len(self.pieces)
+
+    @property
+    def one_size(self) -> int:
+        """As ``Flat.one_size``."""
+        return self.pieces.one_size
 
     def of_pairs(self, wanted: set[int]) -> Term:
         members = self.members

@@ -17,7 +17,6 @@ import itertools
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 import attrs
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
 
 T = TypeVar("T")
-
-_FEW = 64
-"""Up to so many pieces are checked as lists, which is quicker than with numpy."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,8 +105,10 @@ class Path:
         self.queues: tuple[str, ...] = (peer.queue,) * len(self.pairs)
         self.kinds = [(r.span.kind, d.kind) for r, d in self.pairs]
         self._nbytes = [(r.nbytes, d.nbytes) for r, d in self.pairs]
-        self.works_for: dict[Op, bool] = {}
-        """Whether an op works between the memory kinds of every pair, once it was looked up."""
+        self.works_for: list[Op] = []
+        """The ops that work between the memory kinds of every pair, as far as that was asked."""
+        self.max_pieces = self.max_nbytes = 0
+        """What one post takes, as far as that was asked."""
         self.local_nbytes = np.array([r.nbytes for r, _ in self.pairs], dtype=np.int64)
         self.remote_nbytes = np.array([d.nbytes for _, d in self.pairs], dtype=np.int64)
         peer.paths[self] = None
@@ -118,7 +116,8 @@ class Path:
     def settled(self, attempt: Attempt) -> None:
         """Called by an attempt once it is drained."""
         self.undrained.pop(attempt, None)
-        self._forget_if_over()
+        if self.closed:
+            self._forget_if_over()
 
     def close(self) -> None:
         """Idempotent. Attempts in flight go on."""
@@ -138,7 +137,12 @@ class Path:
         Raises:
             InvalidInputError: names the first such piece, its range and the region's size.
         """
-        if not len(batch) or self._holds_all(batch):
+        reach = batch.reach
+        if reach is not None and reach[0] < len(self._nbytes):
+            here, there = self._nbytes[reach[0]]
+            if reach[1] <= here and reach[2] <= there:
+                return
+        if not len(batch) or self._holds_members(batch):
             return
         top, i = batch.top_pair()
         if top >= len(self.pairs):
@@ -154,28 +158,14 @@ class Path:
                     next_step="check the block ids and the layout of that side",
                 )
 
-    def _holds_all(self, batch: Batch) -> bool:
-        """Whether few pieces of one pair, or those of all members, lie in their regions.
-
-        A quick look for the usual cases: False only means that it takes a closer one.
-        """
+    def _holds_members(self, batch: Batch) -> bool:
+        """Whether it is quick to say that the pieces of all members lie in their regions."""
         members, shared = batch.members, batch.shared
-        if members is not None and shared is not None:
-            return self._holds_members(members.rows, (shared.end("local"), shared.end("remote")))
-        count = len(batch)
-        if count > _FEW:
+        if members is None or shared is None:
             return False
-        pair, local, remote, size = batch.lists()
-        first = pair[0]
-        if first >= len(self._nbytes) or pair.count(first) != count:
-            return False
-        here, there = self._nbytes[first]
-        ends: tuple[int, int] = max(map(add, local, size)), max(map(add, remote, size))
-        return ends[0] <= here and ends[1] <= there
-
-    def _holds_members(self, rows: Sequence[tuple[int, int, int]], ends: tuple[int, int]) -> bool:
         sizes = self._nbytes
-        for pair, local, remote in rows:
+        ends = shared.end("local"), shared.end("remote")
+        for pair, local, remote in members.rows:
             if pair >= len(sizes):
                 return False
             here, there = sizes[pair]
@@ -434,26 +424,31 @@ class Transport(ABC):
                 an op and memory kinds the engine cannot do.
             BackpressureError, TransportError: the engine refused and posted nothing.
         """
-        self._check_open()
-        if path.closed or path.peer.closed:
-            raise StaleError(f"the path to {path.peer!r} is closed", next_step="prepare a new one")
+        peer = path.peer
+        if self.closed or path.closed or peer.closed:
+            self._check_open()
+            raise StaleError(f"the path to {peer!r} is closed", next_step="prepare a new one")
         path.check(batch)
-        self._check_supported(op, path, batch)
+        count = len(batch)
+        if op not in path.works_for or count > path.max_pieces or batch.nbytes > path.max_nbytes:
+            self._check_supported(op, path, batch)
         attempt = Attempt(op, path, batch, tag)
-        if not len(batch):
+        if not count:
             attempt.complete(by="nothing to do")
             self._report(attempt)
             return attempt
         self._paths[path] = None
         path.undrained[attempt] = None
         try:
+            pairs, registered = path.pairs, self._registered
             for p in batch.used_pairs:
-                self._require_registered(path.pairs[p][0])
+                if pairs[p][0] not in registered:
+                    self._require_registered(pairs[p][0])
             self._post(attempt)
         except BaseException:
             path.undrained.pop(attempt, None)
             raise
-        if self.closed or path.peer.closed:
+        if self.closed or peer.closed:
             # ``disconnect`` or ``close`` ran while the engine took it, and may have missed it.
             self._fail_pending(path, "the connection was closed")
         return attempt
@@ -556,9 +551,9 @@ class Transport(ABC):
                 f"takes ({caps.max_pieces} pieces, {caps.max_nbytes} bytes)",
                 next_step="cut the batch",
             )
-        if op not in path.works_for:
-            path.works_for[op] = all(caps.supports(op, a, b) for a, b in set(path.kinds))
-        if path.works_for[op]:
+        if all(caps.supports(op, a, b) for a, b in set(path.kinds)):
+            path.works_for.append(op)
+            path.max_pieces, path.max_nbytes = caps.max_pieces, caps.max_nbytes
             return
         for local, remote in {path.kinds[p] for p in batch.used_pairs}:
             if not caps.supports(op, local, remote):

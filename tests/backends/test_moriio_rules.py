@@ -206,7 +206,38 @@ def test_merging_is_counted_as_the_engine_does(steps, entries, rng):
     expected = merged(*vectors, entries)
     assert work_requests(*map(np.array, vectors), entries) == expected
     counting = attrs.evolve(COUNTING, entries=entries)
-    assert counting.count_few(*vectors[1:]) in (0, expected)
+    assert counting.count_batch(Batch([0] * len(size), *vectors)) == expected
+
+
+@pytest.mark.parametrize("gap", [0, 1, 8])
+@pytest.mark.parametrize("turned", [False, True], ids=["rising", "falling"])
+def test_long_batches_are_counted_as_short_ones(gap, turned):
+    """Above the size up to which lists are looked at, the count is still the engine's."""
+    size = np.where(np.arange(200) % 3, 8, 16)
+    remote = np.cumsum(size + gap) - size - gap
+    local = remote * 2
+    if turned:
+        local, remote, size = local[::-1], remote[::-1], size[::-1]
+    batch = Batch(np.zeros(200, int), local, remote, size)
+    expected = merged(local.tolist(), remote.tolist(), size.tolist(), 4)
+    assert COUNTING.count_batch(batch) == expected
+    assert expected == (50 if gap == 0 else 200)
+
+
+def test_a_retry_counts_nothing_again(monkeypatch):
+    """The batch of a retry keeps its count, as it keeps its lists."""
+    counted = []
+    real = Counting.count_batch
+
+    def listening(self, batch):
+        counted.append(batch)
+        return real(self, batch)
+
+    monkeypatch.setattr(Counting, "count_batch", listening)
+    batch = Batch([0, 0], [0, 8], [9, 0], [8, 8])
+    plans = [plan_of(batch, [Lanes(0)], COUNTING) for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2]
+    assert counted == [batch]
 
 
 def _connection(queues=1, depth=16, *, ordered=True):

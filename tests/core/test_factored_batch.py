@@ -59,6 +59,7 @@ def twins(parts: Factors) -> tuple[Batch, Batch]:
 def same(one: Batch, other: Batch) -> None:
     assert len(one) == len(other)
     assert one.nbytes == other.nbytes
+    assert one.max_size == other.max_size
     assert one.used_pairs == other.used_pairs
     for mine, theirs in zip(one.vectors, other.vectors, strict=True):
         assert mine.dtype == theirs.dtype

@@ -101,3 +101,35 @@ def test_exceptions_pickle_with_everything() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "[timeout] late. wait longer"
     assert again.kind is ErrorKind.TIMEOUT
+
+
+def test_reach_bounds_the_pieces_of_one_pair() -> None:
+    """What ``post`` looks at first: no piece ends behind its reach, and it is exact where all
+    pieces have one size. Batches of several pairs, or of none, have no reach."""
+    rng = np.random.default_rng(5)
+    for n in (1, 2, 64, 65, 300):
+        local, remote = rng.integers(0, 1 << 40, n), rng.integers(0, 1 << 40, n)
+        size = rng.integers(1, 1 << 20, n)
+        reach = Batch(np.full(n, 3), local, remote, size).reach
+        assert reach is not None
+        assert reach[0] == 3
+        assert reach[1] >= int((local + size).max())
+        assert reach[2] >= int((remote + size).max())
+        equal = Batch(np.full(n, 3), local, remote, np.full(n, 7)).reach
+        assert equal == (3, int(local.max()) + 7, int(remote.max()) + 7)
+    assert Batch([0, 1], [0, 0], [0, 0], [1, 1]).reach is None
+    assert Batch([], [], [], []).reach is None
+
+
+def test_what_a_batch_keeps_is_made_once() -> None:
+    """``keep`` remembers the last thing that was made, for a batch that is posted again."""
+    batch = Batch([0], [0], [0], [1])
+    made = []
+
+    def count(of: Batch) -> int:
+        made.append(of)
+        return len(of)
+
+    assert [batch.keep(count) for _ in range(3)] == [1, 1, 1]
+    assert made == [batch]
+    assert batch.keep(lambda of: of.nbytes + 1) == 2

@@ -39,9 +39,9 @@ __all__ = [
     "PeerFailure",
     "Remote",
     "Session",
-    "new_status",
     "read_memory",
     "read_remote",
+    "status_class",
     "verdict_of",
 ]
 
@@ -103,10 +103,14 @@ class Session:
         self.read = self.write = None
 
 
-def new_status() -> Any:
-    """What the engine writes a call's fate into: ``InProgress()``, ``Succeeded()``, ``Code()``,
-    ``Message()``. Must live until the call is over or the engine gone."""
-    return _mori().TransferStatus()
+def status_class() -> Any:
+    """The class of what the engine writes a call's fate into: ``InProgress()``, ``Succeeded()``,
+    ``Failed()``, ``Code()``, ``Message()``.
+
+    One object, made without arguments, for each call: it must live until the call is over or the
+    engine gone.
+    """
+    return _mori().TransferStatus
 
 
 def verdict_of(status: Any) -> tuple[int, str]:
@@ -184,7 +188,7 @@ class Engine:
             # leaves queue pair and remote keys behind, so that CreateSession finds them.
             # XGMI and FABRIC, which the engine prefers between GPUs, have no such check and no peer
             # to wait for.
-            probe = new_status()
+            probe = status_class()()
             if not (self._peerless and local.kind is remote.kind is MemoryKind.VRAM):
                 self._raw.Read(local.raw, local.nbytes, remote.raw, remote.nbytes, 1, probe, 0)
             raw = self._raw.CreateSession(local.raw, remote.raw)

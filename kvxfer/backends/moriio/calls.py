@@ -40,7 +40,7 @@ class Call:
         self.queue = queue
         self.work_requests = work_requests
         self.status = status
-        """The engine's: see ``binding.new_status``."""
+        """The engine's: see ``binding.status_class``."""
         self.after = queue.last_number
         """Calls numbered up to here had returned from the engine before this one began."""
         self.number = 0

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from kvxfer.backends.moriio.merging import work_requests
+from kvxfer.core.pieces import least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from kvxfer.backends.moriio.lanes import Lane, PairLane
     from kvxfer.core.batch import Batch, Int64Array, Pieces
 
-__all__ = ["Counting", "Plan", "plan_of"]
+__all__ = ["Counting", "Plan", "PlannedCall", "plan_of"]
 
-Plan = list[tuple["Lane", list[int], list[int], list[int], int]]
-"""``(lane, local, remote, size, work requests)`` per engine call."""
+PlannedCall = tuple["Lane", list[int], list[int], list[int], int]
+"""``(lane, local, remote, size, work requests)`` of one engine call."""
+Plan = list[PlannedCall]
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Counting:
     """How the engine counts the work requests of a call."""
 
@@ -53,17 +55,24 @@ class Counting:
         """``count`` of shared pieces, whatever their base is."""
         return self.count(pieces.local, pieces.remote, pieces.size)
 
-    def count_few(self, remote: list[int], size: list[int]) -> int:
-        """The same for few pieces in rising order without neighbours, else 0: it is not known."""
-        if len(size) > FEW or self.chunk_bytes:
-            return 0
-        if all(map(lt, map(add, remote, size), islice(remote, 1, None))):
-            return len(size) + self.extra
-        return 0
+    def count_batch(self, batch: Batch) -> int:
+        """``count`` of a batch that makes one call."""
+        if not self.chunk_bytes and _apart(batch):
+            return len(batch) + self.extra
+        return self.count(batch.local, batch.remote, batch.size)
 
 
 FEW = 64
 """Up to so many pieces lists are quicker than numpy."""
+
+
+def _apart(batch: Batch) -> bool:
+    """Whether the pieces rise at the peer, with gaps: then each takes a work request."""
+    if len(batch) <= FEW:
+        _, _, remote, size = batch.lists()
+        return all(map(lt, map(add, remote, size), islice(remote, 1, None)))
+    steps = batch.remote[1:] - batch.remote[:-1]
+    return least(steps) > batch.max_size
 
 
 def plan_of(batch: Batch, lanes: Sequence[PairLane], counting: Counting) -> Plan:
@@ -72,11 +81,9 @@ def plan_of(batch: Batch, lanes: Sequence[PairLane], counting: Counting) -> Plan
     Pieces that several layers share are handed to the engine as one set of lists, where the lane
     has a session that counts from the layer's base; see ``PairLane.at``.
     """
-    if (len(lanes) == 1 or len(batch.used_pairs) == 1) and batch.members is None:
+    if batch.members is None and (len(lanes) == 1 or len(batch.used_pairs) == 1):
         pairs, local, remote, size = batch.lists()
-        count = counting.count_few(remote, size) or counting.count(
-            batch.local, batch.remote, batch.size
-        )
+        count = batch.keep(counting.count_batch)
         lane = lanes[pairs[0]]
         if count <= lane.most or len(size) == 1:
             return [(lane.whole, local, remote, size, count)]

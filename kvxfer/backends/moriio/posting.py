@@ -6,7 +6,7 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from kvxfer.backends.moriio.binding import BACKEND, new_status, verdict_of
+from kvxfer.backends.moriio.binding import BACKEND, status_class, verdict_of
 from kvxfer.backends.moriio.calls import LATER_COMPLETION, Call, Group
 from kvxfer.backends.moriio.fate import depth_in, judge
 from kvxfer.backends.moriio.generation import GenerationEnded
@@ -17,9 +17,8 @@ from kvxfer.errors import BackpressureError, TransportError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvxfer.backends.moriio.binding import Session
     from kvxfer.backends.moriio.generation import Generation
-    from kvxfer.backends.moriio.plan import Plan
+    from kvxfer.backends.moriio.plan import Plan, PlannedCall
     from kvxfer.backends.moriio.queues import Connection, SendQueue
 
 __all__ = ["Poster", "check_alive"]
@@ -66,6 +65,7 @@ class Poster:
         self._report = report
         self._root_cause = root_cause
         self._uids = itertools.count(1)
+        self._new_status = status_class()
         self._published: collections.deque[Group] = collections.deque()
         self._pending: list[Call] = []
         self._doubtful: dict[Call, None] = {}
@@ -88,9 +88,8 @@ class Poster:
         try:
             if generation.leaving:
                 raise GenerationEnded(generation.number)
-            for (lane, local, remote, size, count), queue in zip(plan, queues, strict=True):
-                call = Call(group, lane.connection, queue, count, new_status())
-                refusal = self._call(call, lane.session, local, remote, size)
+            for entry, queue in zip(plan, queues, strict=True):
+                refusal = self._call(group, entry, queue)
                 if refusal is not None:
                     break
                 taken += 1
@@ -101,7 +100,7 @@ class Poster:
             if taken < len(plan):
                 for entry, queue in zip(plan[taken:], queues[taken:], strict=True):
                     queue.release(entry[4])
-        group.whole = taken == len(plan)
+                group.whole = False
         if refusal is not None:
             if not taken:
                 raise self._refused(attempt, refusal)
@@ -157,17 +156,17 @@ class Poster:
             engine=EngineError(backend=BACKEND, message="own admission: send queue full"),
         )
 
-    def _call(
-        self, call: Call, session: Session, local: list[int], remote: list[int], size: list[int]
-    ) -> EngineError | None:
+    def _call(self, group: Group, entry: PlannedCall, queue: SendQueue) -> EngineError | None:
         """Make one engine call. Returns the engine's words if it took nothing of it."""
-        group, queue = call.group, call.queue
+        lane, local, remote, size, count = entry
+        status = self._new_status()
+        call = Call(group, lane.connection, queue, count, status)
         op = group.attempt.op
         # The engine takes the queue pair from the number: one of this call's own choice.
         uid = next(self._uids) * self._queue_pairs + queue.index
-        post = session.read if op is Op.READ else session.write
+        post = lane.session.read if op is Op.READ else lane.session.write
         try:
-            post(local, remote, size, call.status, uid)
+            post(local, remote, size, status, uid)
         except TypeError as error:  # pybind11 did not even call the engine
             return EngineError.of(BACKEND, error)
         except Exception as error:  # noqa: BLE001 - never seen; it may be half posted
@@ -178,8 +177,8 @@ class Poster:
             return None
         queue.posted(call)
         group.calls.append(call)
-        if not call.status.InProgress() and not call.status.Succeeded():
-            code, message = verdict_of(call.status)
+        if status.Failed():
+            code, message = verdict_of(status)
             fate = judge(op, code, message, call.work_requests, atomic=self._atomic)
             granted = depth_in(message)
             if granted is not None:
@@ -205,26 +204,23 @@ class Poster:
 
     def advance(self, budget: int) -> None:
         """Settle at most ``budget`` calls that are over. Costs a look at each that is not."""
-        published = self._published
+        published, pending = self._published, self._pending
         while published:
             group = published.popleft()
-            self._pending.extend(group.calls)
+            pending += group.calls
             if group.failure is not None:
                 self._settle(group, "")
-        if not self._pending:
+        over = [call for call in pending if not call.status.InProgress()]
+        if not over:
             return
-        still: list[Call] = []
-        settled = 0
-        for i, call in enumerate(self._pending):
-            if settled >= budget:
-                still.extend(self._pending[i:])
-                break
-            if call.status.InProgress():
-                still.append(call)
-            else:
-                settled += 1
-                self._over(call)
-        self._pending = still
+        del over[budget:]
+        if len(over) == len(pending):
+            pending.clear()
+        else:
+            done = set(over)
+            self._pending = [call for call in pending if call not in done]
+        for call in over:
+            self._over(call)
 
     def finish(self) -> list[Call]:
         """Settle everything that is over; the calls that are not."""
@@ -260,11 +256,8 @@ class Poster:
         if call.status.Succeeded():
             call.queue.release(call.work_requests)
             self._settle(group, "completion")
-            for doubtful in call.queue.proven_by(call):
-                doubtful.queue.release(doubtful.work_requests)
-                self._doubtful.pop(doubtful, None)
-                doubtful.group.unproven -= 1
-                self._settle(doubtful.group, LATER_COMPLETION)
+            if call.queue.doubtful:
+                self._proven_by(call)
             return
         code, message = verdict_of(call.status)
         fate = judge(group.attempt.op, code, message, call.work_requests, atomic=self._atomic)
@@ -278,6 +271,13 @@ class Poster:
             group.unproven += 1
             self._doubt(call)
         self._settle(group, fate.proof)
+
+    def _proven_by(self, success: Call) -> None:
+        for doubtful in success.queue.proven_by(success):
+            doubtful.queue.release(doubtful.work_requests)
+            self._doubtful.pop(doubtful, None)
+            doubtful.group.unproven -= 1
+            self._settle(doubtful.group, LATER_COMPLETION)
 
     def _doubt(self, call: Call) -> None:
         call.queue.doubt(call)

@@ -39,7 +39,8 @@ class SendQueue:
         self._lock = lock
         self._numbers = itertools.count(1)
         self.last_number = 0
-        self._doubtful: collections.deque[Call] = collections.deque()
+        self.doubtful: collections.deque[Call] = collections.deque()
+        """Calls that have failed and may still land."""
 
     def release(self, work_requests: int) -> None:
         with self._lock:
@@ -54,18 +55,18 @@ class SendQueue:
 
     def doubt(self, call: Call) -> None:
         """``call`` has failed and may still land."""
-        self._doubtful.append(call)
+        self.doubtful.append(call)
 
     def proven_by(self, success: Call) -> list[Call]:
         """Doubtful calls that are over since ``success``, which was posted after them, is.
 
         A queue pair executes and acknowledges in order; over several of them nothing follows.
         """
-        if not self._ordered or not self._doubtful:
+        if not self._ordered:
             return []
-        found = [c for c in self._doubtful if c.number <= success.after]
+        found = [c for c in self.doubtful if c.number <= success.after]
         for call in found:
-            self._doubtful.remove(call)
+            self.doubtful.remove(call)
         return found
 
 
