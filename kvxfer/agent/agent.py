@@ -40,6 +40,7 @@ from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Failed, Role
 from kvxfer.core.layout import Align, Blocks, KVLayout, LayoutKind
 from kvxfer.core.memory import span_of, storage_span
+from kvxfer.core.observations import Verb
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.remembered import Remembered
 from kvxfer.core.topology import Ranks
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
     from kvxfer.core.channel import Channel
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
+    from kvxfer.core.observations import Observation, Observer
     from kvxfer.core.transport import Transport
     from kvxfer.keeper.port import KeeperPort
     from kvxfer.policies.classify import ClassifierRegistry
@@ -89,6 +91,11 @@ class Agent:
         auth: configures the control channel's sockets in place of ``control.security``.
         clock, rng, channel, keeper: what the simulator replaces.
         on_event: called with every event on the progress thread as it happens; must not wait.
+        observers: told of the events and of more; see ``kvxfer.core.observations`` for what, and
+            for the rules of threads.
+        trace_context: asked on the caller's thread by ``hold``, ``push`` and ``accept``, and by a
+            ``pull`` whose offer has no trace context, for the W3C ``traceparent`` that the transfer
+            belongs to; "" for none. ``kvxfer.observe.tracing.current_traceparent`` fits.
 
     Raises:
         PluginError: the backend cannot be loaded.
@@ -115,6 +122,8 @@ class Agent:
         incarnation: str | None = None,
         keeper: KeeperPort | None = None,
         on_event: Callable[[Event], None] | None = None,
+        observers: Iterable[Observer] = (),
+        trace_context: Callable[[], str] | None = None,
     ) -> None:
         self.config = config or AgentConfig()
         self.clock: Clock = clock or SystemClock()
@@ -131,6 +140,9 @@ class Agent:
         self._listeners: dict[object, Callable[[], None]] = {}
         self._closed = False
         self._pump: Pump | None = None
+        watching = tuple(arguments.observer(x) for x in observers)
+        if on_event is not None:
+            watching = (_events_only(arguments.observer(on_event)), *watching)
         self._transports = _transports(backend)
         try:
             order = failover_order(self.config.failover, self._transports)
@@ -142,7 +154,7 @@ class Agent:
             for transport in self._transports:
                 transport.close(0.0)
             raise
-        self._on_event = on_event
+        self._trace_context = trace_context
         self._ctx = Context(
             incarnation=self.incarnation,
             config=self.config,
@@ -152,7 +164,8 @@ class Agent:
             rng=rng or random.Random(),  # noqa: S311 - spreads retries, guards nothing
             channel=self._channel,
             clock=self.clock,
-            observer=self._observe,
+            observers=watching,
+            listener=self._notify,
         )
         self._local = LocalHello(
             name=self.config.name,
@@ -239,6 +252,24 @@ class Agent:
     def snapshot(self) -> Snapshot:
         """Sizes of every table, counters, peers, and the quarantine. For people and metrics."""
         return snapshot_of(self._engine)
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Have ``observer`` told of everything from now on; returns what ends that. Any thread.
+
+        One that is added twice is told twice.
+
+        Raises:
+            InvalidInputError: it is not callable.
+        """
+        watching = _Watching(arguments.observer(observer))
+        with self._lock:
+            self._ctx.observers = (*self._ctx.observers, watching)
+
+        def remove() -> None:
+            with self._lock:
+                self._ctx.observers = tuple(x for x in self._ctx.observers if x is not watching)
+
+        return remove
 
     # ---- set-up ------------------------------------------------------------------------------
 
@@ -333,6 +364,7 @@ class Agent:
         readers: Sequence[int] | None = None,
         owner: str | None = None,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> Offer:
         """Hold blocks for readers and make the offer to hand to them.
 
@@ -346,6 +378,8 @@ class Agent:
                 prompt): each holds the same blocks under its own name, and gets the same offer. The
                 one event at the end is for all of them (``Event.owners``).
             tag: comes back in all events of this transfer.
+            traceparent: the W3C trace context of the request; travels in the offer. Left out: what
+                ``Agent(trace_context=...)`` says.
 
         Raises:
             InvalidInputError: the id is held already and not by owners of the same blocks, or a
@@ -358,11 +392,12 @@ class Agent:
         transfer_id = arguments.text_id("transfer_id", transfer_id)
         if owner is not None:
             arguments.text_id("owner", owner)
+        trace = self._trace(traceparent)
         shared = self._share_hold(transfer_id, groups, owner)
         if shared is not None:
             return shared
         epoch = next(self._epochs)
-        handle = self._hold(transfer_id, epoch, seconds, readers, owner=owner, tag=tag)
+        handle = self._hold(transfer_id, epoch, seconds, readers, owner=owner, tag=tag, trace=trace)
         offer = Offer(
             transfer_id=transfer_id,
             epoch=epoch,
@@ -373,6 +408,7 @@ class Agent:
             lease=seconds,
             groups=groups,
             fingerprint=self.config.fingerprint,
+            traceparent=trace,
         )
         with self._lock:
             entry = self._handles.get((Role.PRODUCER, transfer_id))
@@ -406,8 +442,9 @@ class Agent:
         *,
         owner: str | None = None,
         tag: object = None,
+        trace: str = "",
     ) -> TransferHandle:
-        handle = self._begin(Role.PRODUCER, transfer_id, tag)
+        handle = self._begin(Verb.HOLD, transfer_id, tag, trace)
         if owner is not None:
             handle._join(owner)
 
@@ -431,6 +468,7 @@ class Agent:
         owner: str | None = None,
         owners: int = 1,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> TransferHandle:
         """Read an offer's blocks into ours. Never waits.
 
@@ -447,6 +485,8 @@ class Agent:
                 published at once (``Event.owners``), and the producer is released. ``last`` follows
                 from it.
             tag: comes back in all events of this transfer; with several submits, the first one's.
+            traceparent: the W3C trace context of the request here, the first submit's. Left out:
+                the one of the offer.
 
         Raises:
             InvalidInputError: a block id is out of range, listed twice, or still belongs to another
@@ -469,7 +509,8 @@ class Agent:
             align=arguments.alignment(align),
             uncovered_local=arguments.count("uncovered_local", uncovered_local),
         )
-        entry = self._reopen(Role.CONSUMER, offer.transfer_id, tag)
+        trace = self._trace(traceparent, offer.traceparent)
+        entry = self._reopen(Verb.PULL, offer.transfer_id, tag, trace, offer.traceparent)
         with entry.lock:
             if entry.handle.done:
                 return self._after_the_end(entry, last=last)
@@ -595,6 +636,7 @@ class Agent:
         producers: Iterable[Endpoint] = (),
         uncovered_local: int = 0,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> TransferHandle:
         """Consumer: let producers write into these blocks. Never waits.
 
@@ -604,6 +646,7 @@ class Agent:
             uncovered_local: how many of our last blocks may stay without data. All other bytes
                 must have been written when the producers seal, or it fails.
             tag: comes back in all events of this transfer.
+            traceparent: the W3C trace context of the request; stays here.
 
         Raises:
             InvalidInputError: as ``pull``.
@@ -614,7 +657,7 @@ class Agent:
         )
         known = arguments.endpoints("producers", producers)
         uncovered_local = arguments.count("uncovered_local", uncovered_local)
-        handle = self._begin(Role.CONSUMER, transfer_id, tag)
+        handle = self._begin(Verb.ACCEPT, transfer_id, tag, self._trace(traceparent))
         try:
             pin = self._engine.consumer.pins.pin(transfer_id, destinations(groups))
         except InvalidInputError:
@@ -646,6 +689,7 @@ class Agent:
         ready: Readiness | None = None,
         align: Align | str | None = None,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> TransferHandle:
         """Producer: write these blocks into what the consumer accepted. Never waits.
 
@@ -655,6 +699,7 @@ class Agent:
             layers: names of the layers to move now; all of them if left out.
             ready: nothing is posted before ``ready.query()`` is true.
             tag: comes back in all events of this transfer; the first submit's.
+            traceparent: the W3C trace context of the request, the first submit's; stays here.
 
         Raises:
             InvalidInputError: a block id is out of range, or the transfer was sealed.
@@ -670,7 +715,7 @@ class Agent:
             ready=arguments.readiness(ready),
             align=arguments.alignment(align),
         )
-        entry = self._reopen(Role.PRODUCER, transfer_id, tag)
+        entry = self._reopen(Verb.PUSH, transfer_id, tag, self._trace(traceparent))
         with entry.lock:
             if entry.handle.done:
                 return self._after_the_end(entry, last=False)
@@ -861,7 +906,12 @@ class Agent:
     def _execute(self, order: o.Order) -> None:
         match order:
             case o.HoldOrder():
-                self._hold(order.transfer_id, order.epoch, seconds_of("lease", order.lease))
+                self._hold(
+                    order.transfer_id,
+                    order.epoch,
+                    seconds_of("lease", order.lease),
+                    trace=self._trace(order.traceparent),
+                )
             case o.PullOrder():
                 self.pull(
                     order.offer,
@@ -870,6 +920,7 @@ class Agent:
                     uncovered_local=order.uncovered_local,
                     owner=order.owner,
                     owners=order.owners,
+                    traceparent=order.traceparent,
                 )
             case o.AcceptOrder():
                 self.accept(
@@ -993,6 +1044,7 @@ class Agent:
             self._channel.close()
         for notify in tuple(self._listeners.values()):
             notify()
+        self._ctx.log.flush()
 
     def _fail_open_handles(self) -> None:
         with self._lock:
@@ -1014,9 +1066,7 @@ class Agent:
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _observe(self, event: Event) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+    def _notify(self) -> None:
         for notify in tuple(self._listeners.values()):
             notify()
 
@@ -1115,13 +1165,22 @@ class Agent:
         self._engine.run_orders(now)
         order(now)
 
-    def _begin(self, role: Role, transfer_id: str, tag: object = None) -> TransferHandle:
+    def _trace(self, given: str | None, offered: str = "") -> str:
+        """The trace context of a transfer that begins: its own, the offer's, the caller's."""
+        own = arguments.checked_traceparent("traceparent", given)
+        if own or offered or self._trace_context is None:
+            return own or offered
+        return arguments.checked_traceparent("what trace_context returns", self._trace_context())
+
+    def _begin(
+        self, verb: Verb, transfer_id: str, tag: object = None, trace: str = ""
+    ) -> TransferHandle:
         """A handle for a transfer that must not be under way."""
-        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle, tag=tag))
+        entry = _Open(self._handle(verb, transfer_id, tag, trace))
         entry.complete = True
-        if self._enter(role, transfer_id, entry) is not entry:
+        if self._enter(verb.role, transfer_id, entry) is not entry:
             raise InvalidInputError(
-                f"transfer {transfer_id!r} is under way already as {role.value}",
+                f"transfer {transfer_id!r} is under way already as {verb.role.value}",
                 next_step="wait for its event, or use another id",
             )
         return entry.handle
@@ -1156,10 +1215,25 @@ class Agent:
                 self._failed.pop((entry.handle.role, entry.handle.transfer_id))
         return entry.handle
 
-    def _reopen(self, role: Role, transfer_id: str, tag: object) -> _Open:
+    def _reopen(
+        self, verb: Verb, transfer_id: str, tag: object, trace: str, offered: str = ""
+    ) -> _Open:
         """The entry of a transfer that may take several submits, new or open."""
-        entry = _Open(TransferHandle(transfer_id, role, self._abort_handle, tag=tag))
-        return self._enter(role, transfer_id, entry)
+        entry = _Open(self._handle(verb, transfer_id, tag, trace, offered))
+        return self._enter(verb.role, transfer_id, entry)
+
+    def _handle(
+        self, verb: Verb, transfer_id: str, tag: object, trace: str, offered: str = ""
+    ) -> TransferHandle:
+        return TransferHandle(
+            transfer_id,
+            verb,
+            self._abort_handle,
+            tag=tag,
+            now=self.clock.now(),
+            traceparent=trace,
+            offered="" if offered == trace else offered,
+        )
 
     def _forget(self, role: Role, transfer_id: str, entry: _Open | None = None) -> None:
         with self._lock:
@@ -1204,6 +1278,26 @@ class Agent:
 
     def _lease(self, lease: float | None) -> float:
         return self.config.lease if lease is None else seconds_of("lease", lease)
+
+
+class _Watching:
+    """One observer that was added, and may be again."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def __call__(self, observation: Observation) -> None:
+        self._observer(observation)
+
+
+def _events_only(on_event: Callable[[Event], object]) -> Observer:
+    def told(observation: Observation) -> None:
+        if isinstance(observation, Event):
+            on_event(observation)
+
+    return told
 
 
 @attrs.define(eq=False)

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer.agent.mailbox import canonical
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
+from kvxfer.core.trace import checked_traceparent
 from kvxfer.errors import InvalidInputError
 
 __all__ = [
     "alignment",
     "an_offer",
     "block_lists",
+    "checked_traceparent",
     "count",
     "endpoints",
     "items",
     "mapping",
+    "observer",
     "payload",
     "rank_list",
     "readiness",
     "text_id",
     "timeout",
 ]
+
+if TYPE_CHECKING:
+    from kvxfer.core.observations import Observer
 
 T = TypeVar("T")
 
@@ -47,6 +53,14 @@ def text_id(name: str, value: object) -> str:
         return value
     shown = f"{value!r:.60}" if isinstance(value, str) else _kind(value)
     raise InvalidInputError(f"{name} must be a text of 1 to {_LONGEST_ID} characters, not {shown}")
+
+
+def observer(value: object) -> Observer:
+    if not callable(value):
+        raise InvalidInputError(
+            f"an observer must be callable with one Observation, {_kind(value)} is not"
+        )
+    return value
 
 
 def an_offer(value: object) -> Offer:

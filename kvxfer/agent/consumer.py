@@ -160,6 +160,7 @@ class Consumer:
         pull.add(spec, last=last)
         self.pulls[offer.transfer_id] = pull
         self._ctx.counters.count("pulls.begun")
+        self._ctx.began(handle)
 
     def accept(
         self,
@@ -199,6 +200,7 @@ class Consumer:
         )
         self.accepts[transfer_id] = accepting
         self._ctx.counters.count("accepts.begun")
+        self._ctx.began(handle)
         for link in self._early_asks.take(transfer_id, now):
             if link.usable:
                 accepting.grant(link, now)

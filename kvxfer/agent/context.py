@@ -15,6 +15,14 @@ from kvxfer.agent.posting import StuckThreads
 from kvxfer.agent.sweeper import Sweeper
 from kvxfer.agent.trust import Trust
 from kvxfer.core import wire
+from kvxfer.core.events import Declined, Expired, Failed, Received, Sent
+from kvxfer.core.limitedlog import LimitedLog
+from kvxfer.core.observations import (
+    Outcome,
+    TransferBegan,
+    TransferEnded,
+    TransferPosted,
+)
 from kvxfer.core.timers import Timers
 from kvxfer.policies.breaker import BreakerTable
 
@@ -26,8 +34,9 @@ if TYPE_CHECKING:
     from kvxfer.agent.handles import TransferHandle
     from kvxfer.core.channel import Channel, Route
     from kvxfer.core.clock import Clock
-    from kvxfer.core.events import Event
+    from kvxfer.core.events import Event, Observation
     from kvxfer.core.memory import Region
+    from kvxfer.core.observations import Observer
     from kvxfer.core.reliable import Outbox
     from kvxfer.policies.classify import ClassifierRegistry
     from kvxfer.policies.retry import RetryPolicy
@@ -40,6 +49,15 @@ _log = logging.getLogger("kvxfer.agent")
 
 _AFTER_A_BUG = 1.0
 """Seconds after which a step that raised is tried again."""
+
+
+_OUTCOMES: dict[type[Event], Outcome] = {
+    Received: Outcome.DONE,
+    Sent: Outcome.DONE,
+    Declined: Outcome.DECLINED,
+    Expired: Outcome.EXPIRED,
+    Failed: Outcome.FAILED,
+}
 
 
 class Steppable(Protocol):
@@ -75,8 +93,10 @@ class Context:
         rng: random.Random,
         channel: Channel,
         clock: Clock,
-        observer: Callable[[Event], None] | None = None,
+        observers: tuple[Observer, ...] = (),
+        listener: Callable[[], None] = lambda: None,
     ) -> None:
+        """``listener`` hears that there is an event; it must not raise."""
         self.incarnation = incarnation
         self.config = config
         self.timeouts = timeouts
@@ -90,12 +110,15 @@ class Context:
         self.events: collections.deque[Event] = collections.deque()
         self.in_flight = 0
         """Pieces posted and not drained, all peers: while there are any, engines are polled."""
+        self.log = LimitedLog(_log, clock, agent=config.name)
         self.desk = Desk(self, config.admission)
         self.breakers: BreakerTable[str] = BreakerTable(config.breaker, most=config.limits.peers)
         self.stuck = StuckThreads()
         self.scratch: dict[str, Region] = {}
         """Memory for probes, by backend; only with failover on."""
-        self._observer = observer
+        self.observers = observers
+        """Replaced as a whole, from any thread. Look before anything is made for them."""
+        self._listener = listener
         self._mids = itertools.count(1)
         self._soon: dict[Steppable, None] = {}
         self._nudged: collections.deque[Steppable] = collections.deque()
@@ -161,12 +184,71 @@ class Context:
             event = attrs.evolve(event, tag=handle.tag, owners=handle.owners)
         self.events.append(event)
         self.counters.count(f"events.{type(event).__name__.lower()}")
-        if self._observer is not None:
+        if _log.isEnabledFor(logging.DEBUG):
+            self._debug(event)
+        if self.observers:
+            self.observe(event)
+            if handle is not None and type(event) in _OUTCOMES:
+                self.observe(self._ended(event, handle))
+        self._listener()
+
+    def _debug(self, event: Event) -> None:
+        """Per transfer, so never above DEBUG. Block ids may be thousands: left out."""
+        name = type(event).__name__
+        why = f": {event.error}" if isinstance(event, Failed) else ""
+        self.log.detail(name.lower(), "%s%s", name, why, transfer=event.transfer_id)
+
+    def observe(self, observation: Observation) -> None:
+        """Tell the observers. To be called only where there are any: ``if ctx.observers:``."""
+        for observer in self.observers:
             try:
-                self._observer(event)
-            except Exception:  # noqa: BLE001 - users' code must not stop the agent half-way
+                observer(observation)
+            except Exception as error:  # noqa: BLE001 - users' code must not stop the agent
                 self.counters.count("observers.failed")
-                _log.exception("the observer of events failed")
+                self.log.failed(
+                    "observer", "an observer failed on %s", type(observation).__name__, error=error
+                )
+
+    def began(self, handle: TransferHandle) -> None:
+        """The agent takes this transfer up."""
+        if self.observers:
+            self.observe(
+                TransferBegan(
+                    verb=handle.verb,
+                    transfer_id=handle.transfer_id,
+                    waited=self.clock.now() - handle._began_at,
+                    traceparent=handle._traceparent,
+                    offered=handle._offered,
+                )
+            )
+
+    def posted(self, handle: TransferHandle, now: float) -> None:
+        """Something of it is being posted; only the first time counts."""
+        if handle._posted_at is None:
+            handle._posted_at = now
+            if self.observers:
+                self.observe(
+                    TransferPosted(
+                        verb=handle.verb,
+                        transfer_id=handle.transfer_id,
+                        queued=max(0.0, now - handle._began_at),
+                    )
+                )
+
+    def _ended(self, event: Event, handle: TransferHandle) -> TransferEnded:
+        failed = event if isinstance(event, Failed) else None
+        posted = handle._posted_at
+        return TransferEnded(
+            verb=handle.verb,
+            transfer_id=handle.transfer_id,
+            outcome=_OUTCOMES[type(event)],
+            kind=None if failed is None else failed.kind,
+            nbytes=event.nbytes if isinstance(event, (Received, Sent)) else 0,
+            seconds=max(0.0, self.clock.now() - handle._began_at),
+            queued=None if posted is None else max(0.0, posted - handle._began_at),
+            drained=handle.drained,
+            message="" if failed is None else str(failed.error),
+        )
 
     def send(self, route: Route, body: wire.Message, version: int | None = None) -> None:
         """Send once; may be lost. ``version`` left out: the oldest, for who is not known yet."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.core.events import BlockIds, Drained, Quarantined, Role
 from kvxfer.core.inflight import QuarantineEntry
+from kvxfer.core.observations import QuarantineLeft
 from kvxfer.core.verdict import Op
 from kvxfer.errors import StaleError
 
@@ -66,6 +67,7 @@ class Draining:
         self._fences: list[Pollable[Fence]] | None = None
         self._reasons: list[str] = []
         self.quarantined = False
+        self._quarantined_at = 0.0
         ctx.at(self, self._deadline)
 
     @property
@@ -129,11 +131,21 @@ class Draining:
     def _enter_quarantine(self, now: float) -> None:
         reason = "; ".join(self._reasons) or "no proof and no fence by the drain deadline"
         self.quarantined = True
+        self._quarantined_at = now
         self._quarantine.add(
             id(self),
             QuarantineEntry(
                 transfer_id=self.transfer_id, blocks=self._blocks, since=now, reason=reason
             ),
+        )
+        self._ctx.log.problem(
+            "quarantined",
+            "%d blocks went into quarantine, %d transfers are in it: %s",
+            sum(map(len, self._blocks)),
+            len(self._quarantine),
+            reason,
+            role=self.role.value,
+            transfer=self.transfer_id,
         )
         self._ctx.emit(
             Quarantined(
@@ -157,6 +169,8 @@ class Draining:
         self.handle.drained = True
         self._ctx.forget(self)
         self._ended(self)
+        if self.quarantined:
+            self._left_quarantine(by, now)
         self._ctx.emit(
             Drained(
                 transfer_id=self.transfer_id,
@@ -166,3 +180,20 @@ class Draining:
             ),
             self.handle,
         )
+
+    def _left_quarantine(self, by: str, now: float) -> None:
+        self._ctx.counters.count(f"quarantine.left.{by}")
+        seconds = now - self._quarantined_at
+        self._ctx.log.news(
+            "quarantine_left",
+            "blocks came out of quarantine after %.1f s by %s; %d transfers are in it",
+            seconds,
+            by,
+            len(self._quarantine),
+            role=self.role.value,
+            transfer=self.transfer_id,
+        )
+        if self._ctx.observers:
+            self._ctx.observe(
+                QuarantineLeft(transfer_id=self.transfer_id, role=self.role, by=by, seconds=seconds)
+            )

@@ -8,7 +8,6 @@ simulator, with another clock, channel and transport.
 from __future__ import annotations
 
 import collections
-import logging
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.consumer import Consumer
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
     from kvxfer.keeper.port import KeeperPort
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger("kvxfer.agent")
-
-_LOGGED = 20
-"""How many failures of a transport's progress are logged with their traceback."""
 
 _BUDGET = 1024
 """Messages and attempts taken per round and source, so that none starves the others."""
@@ -104,10 +98,11 @@ class Engine:
         for transport in self.transports:
             try:
                 changed = transport.progress(_BUDGET)
-            except Exception:  # noqa: BLE001 - a plug-in's bug must not stop the others
+            except Exception as error:  # noqa: BLE001 - a plug-in's bug must not stop the others
                 self.ctx.counters.count("transports.failed")
-                if self.ctx.counters["transports.failed"] <= _LOGGED:
-                    _log.exception("progress of transport %s failed", transport.name)
+                self.ctx.log.failed(
+                    "transport", "progress of transport %s failed", transport.name, error=error
+                )
                 continue
             more = more or len(changed) == _BUDGET
             self._attempts.extend(changed)

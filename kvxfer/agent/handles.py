@@ -8,16 +8,17 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.errors import TransferError
 
 if TYPE_CHECKING:
     import asyncio
 
-    from kvxfer.core.events import Role
+    from kvxfer.core.observations import Verb
 
 __all__ = ["TransferHandle", "TransferState"]
 
-_log = logging.getLogger("kvxfer.agent")
+_log = LimitedLog(logging.getLogger("kvxfer.agent"))
 
 
 class TransferState(enum.Enum):
@@ -38,11 +39,15 @@ class TransferHandle:
 
     __slots__ = (
         "_abort",
+        "_began_at",
         "_callbacks",
         "_done",
         "_lock",
+        "_offered",
         "_on_end",
+        "_posted_at",
         "_told",
+        "_traceparent",
         "drained",
         "error",
         "nbytes",
@@ -52,18 +57,23 @@ class TransferHandle:
         "state",
         "tag",
         "transfer_id",
+        "verb",
     )
 
     def __init__(
         self,
         transfer_id: str,
-        role: Role,
+        verb: Verb,
         abort: Callable[[TransferHandle], None],
         *,
         tag: object = None,
+        now: float = 0.0,
+        traceparent: str = "",
+        offered: str = "",
     ) -> None:
         self.transfer_id = transfer_id
-        self.role = role
+        self.verb = verb
+        self.role = verb.role
         self.tag = tag
         self.owners: tuple[str, ...] = ()
         """Requests of ours that share the transfer, where they were named."""
@@ -73,6 +83,10 @@ class TransferHandle:
         self.nbytes = 0
         self.payload = b""
         self._abort = abort
+        self._began_at = now
+        self._posted_at: float | None = None
+        self._traceparent = traceparent
+        self._offered = offered
         self._done: threading.Event | None = None
         """Made by who waits first: most handles are never waited for."""
         self._lock = threading.Lock()
@@ -160,8 +174,10 @@ class TransferHandle:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # noqa: BLE001 - users' code: the others must be called all the same
-                _log.exception("a done callback of %r failed", self.transfer_id)
+            except Exception as error:  # noqa: BLE001 - users' code: the others must be called too
+                _log.failed(
+                    "callback", "a done callback of %r failed", self.transfer_id, error=error
+                )
         return True
 
     def _wait(self, timeout: float | None) -> bool:

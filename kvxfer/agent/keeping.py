@@ -23,6 +23,7 @@ import attrs
 
 from kvxfer.core.clock import SystemClock
 from kvxfer.core.control_config import ControlConfig
+from kvxfer.core.observations import KeeperDied, KeeperStarted
 from kvxfer.core.timers import Timers
 from kvxfer.errors import WireError
 from kvxfer.keeper import messages as m
@@ -409,6 +410,8 @@ class Keeping:
         self._ready = True
         self.address = address
         self._ctx.counters.count("keeper.started")
+        if self._ctx.observers:
+            self._ctx.observe(KeeperStarted())
         self._ready_at = self._heard_at = now  # it knows of no renewals from before
         for link in self._hooks.links():
             self.met(link)
@@ -439,6 +442,8 @@ class Keeping:
         assert self._hooks is not None
         self.deaths += 1
         self._ctx.counters.count("keeper.died")
+        if self._ctx.observers:
+            self._ctx.observe(KeeperDied(reason=event.why))
         self._died_at, self._why = event.at, event.why
         self.generation = 0
         had, self.address = self.address, ""

@@ -24,6 +24,7 @@ from kvxfer.agent.poster import Poster
 from kvxfer.agent.switching import Switching
 from kvxfer.core import wire
 from kvxfer.core.events import PeerDown, PeerUp
+from kvxfer.core.observations import BreakerClosed, BreakerOpened, PeerSuspected
 from kvxfer.core.verdict import Action
 from kvxfer.errors import (
     CircuitOpenError,
@@ -273,8 +274,8 @@ class Link:
             self.mailbox.send(wire.HelloRefused(self._table.local.versions, str(error)[:4096]))
             self.fail(error, now)
             return
-        if self.mailbox.address and self._ctx.breakers.success(self.mailbox.address, now):
-            self._ctx.counters.count("breakers.closed")
+        if self.mailbox.address:
+            self._breaker_proved(self.mailbox.address, now)
         policy = self._ctx.config.failover
         if policy is not None and len(common) > 1:
             self.switching = Switching(self._ctx, self, policy, common)
@@ -493,6 +494,8 @@ class Link:
             self._suspect_until = now + within
             self._hello_at, self._hello_interval = now, 0.02
             self._ctx.counters.count("peers.suspected")
+            if self._ctx.observers:
+                self._ctx.observe(PeerSuspected(peer=self.incarnation, reason=why))
         elif now + within >= self._suspect_until:
             return
         self._suspect_until, self._suspicion = now + within, why
@@ -583,6 +586,7 @@ class Link:
         if not self._announced:
             self._announced = True
             self._ctx.counters.count("peers.up")
+            self._ctx.log.news("peer_up", "peer %s is up", self.address, peer=self.incarnation)
             self._ctx.emit(PeerUp(peer=self.incarnation, address=self.address))
         self._changed()
 
@@ -733,8 +737,15 @@ class Link:
         self.paths.failures = 0
         if self.switching is not None:
             self.switching.arrived()
-        if self._ctx.breakers.success(self.breaker, now):
-            self._ctx.counters.count("breakers.closed")
+        self._breaker_proved(self.breaker, now)
+
+    def _breaker_proved(self, name: str, now: float) -> None:
+        if not self._ctx.breakers.success(name, now):
+            return
+        self._ctx.counters.count("breakers.closed")
+        self._ctx.log.news("breaker_closed", "peer %s is used again", name, peer=name)
+        if self._ctx.observers:
+            self._ctx.observe(BreakerClosed(peer=name))
 
     def _charge(self, error: KvxferError, now: float) -> bool:
         """Count a fault; True if it was one too many: the link has moved, or has failed."""
@@ -750,6 +761,17 @@ class Link:
         if not self._ctx.breakers.fault(self.breaker, now, str(error), error.kind):
             return False
         self._ctx.counters.count("breakers.opened")
+        self._ctx.log.problem(
+            "breaker_opened",
+            "peer %s failed too often and is left alone for %.1f s: %s",
+            self.breaker,
+            self._ctx.breakers.wait(self.breaker, now),
+            error,
+            peer=self.breaker,
+            kind=error.kind.value,
+        )
+        if self._ctx.observers:
+            self._ctx.observe(BreakerOpened(peer=self.breaker, kind=error.kind, reason=str(error)))
         if self.usable:
             self.fail(self._table.circuit_open(self.breaker, now), now)
         return True
@@ -781,6 +803,14 @@ class Link:
             self._charge_peer(error, now)
         else:
             self._ctx.breakers.unproven(self.breaker)
+        self._ctx.log.problem(
+            "peer_down" if was_up else "peer_unreachable",
+            "peer %s failed: %s",
+            self.address,
+            error,
+            peer=self.incarnation,
+            kind=kind.value,
+        )
         if was_up:
             self._ctx.emit(PeerDown(peer=self.incarnation, reason=str(error)))
         self._end()
@@ -794,6 +824,9 @@ class Link:
         self.error = StaleError(reason)
         self.state = LinkState.CLOSED
         if was_up:
+            self._ctx.log.news(
+                "peer_closed", "peer %s: %s", self.address, reason, peer=self.incarnation
+            )
             self._ctx.emit(PeerDown(peer=self.incarnation, reason=reason))
         self._end()
 

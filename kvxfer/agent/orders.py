@@ -35,6 +35,7 @@ class HoldOrder(Order):
     transfer_id: str
     epoch: int
     lease: float
+    traceparent: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +48,7 @@ class PullOrder(Order):
     uncovered_local: int = 0
     owner: str | None = None
     owners: int = 1
+    traceparent: str = ""
 
 
 @attrs.frozen(kw_only=True)

@@ -19,6 +19,7 @@ import attrs
 
 from kvxfer.core.attempt import Attempt, AttemptState
 from kvxfer.core.batch import Batch
+from kvxfer.core.observations import PostFailed
 from kvxfer.core.verdict import Action, EngineError, HistoryEntry, Op, Verdict
 from kvxfer.errors import ErrorKind, TransferError, TransportError
 
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvxfer.agent.context import Context, Steppable
+    from kvxfer.agent.handles import TransferHandle
     from kvxfer.agent.links import Link
     from kvxfer.core.transport import Peer, Transport
     from kvxfer.policies.credit_queue import Grant, QueueState
     from kvxfer.policies.retry import RetryRun
+    from kvxfer.policies.retry_run import Decision
 
 __all__ = ["Call", "Part", "history_of"]
 
@@ -211,9 +214,12 @@ class Call:
         if verdict.action is Action.WAIT and self.current is None:
             # Nothing was posted, so there is nothing to wait for.
             verdict = attrs.evolve(verdict, action=Action.REPOST, retryable=True)
+        refused = self.current is None
         decision = self._run.after(verdict, now, message)
         if decision.action is Action.WAIT:
             return  # not ended after all: another report or the deadline will come
+        if part.ctx.observers:
+            part.tell_failed(verdict, decision, message, refused=refused, now=now)
         if decision.action in (Action.REBUILD, Action.REHANDSHAKE):
             # Also where this call gives up: others share the path.
             error = TransferError(message, kind=verdict.kind, engine=engine)
@@ -304,6 +310,7 @@ class Part:
         deadline: float,
         owner: Steppable,
         siblings: Sequence[Part] = (),
+        handle: TransferHandle | None = None,
     ) -> None:
         self.ctx = ctx
         self.link = link
@@ -322,6 +329,7 @@ class Part:
         self._siblings = siblings
         """Parts of the same transfer and link: they may have blocks in common."""
         self._held_since = math.inf
+        self._handle = handle
         self._began = math.inf
         self._open: dict[Call, None] = {}
 
@@ -371,8 +379,29 @@ class Part:
         """Something is posted; the first time, ``Timeouts.transfer`` begins."""
         if self._began == math.inf:
             self._began = now
+            if self._handle is not None:
+                self.ctx.posted(self._handle, now)
             self.deadline = min(self.deadline, now + self.ctx.timeouts.transfer)
             self.ctx.at(self, self.deadline)
+
+    def tell_failed(
+        self, verdict: Verdict, decision: Decision, message: str, *, refused: bool, now: float
+    ) -> None:
+        """Tell the observers that one post was refused or failed, and what is done about it."""
+        self.ctx.observe(
+            PostFailed(
+                transfer_id="" if self._handle is None else self._handle.transfer_id,
+                backend=self.backend,
+                op=self.op,
+                kind=verdict.kind,
+                refused=refused,
+                action=decision.action,
+                again=decision.again,
+                delay=max(0.0, decision.at - now) if decision.again else 0.0,
+                rule=verdict.rule,
+                message=message,
+            )
+        )
 
     def _submit_due(self, now: float) -> None:
         if self.stopped:

@@ -144,6 +144,7 @@ class Producer:
             self.leases.end(transfer_id, Refusal(ErrorKind.INVALID, "it was refused"))
             raise
         self._ctx.counters.count("holds.begun")
+        self._ctx.began(handle)
         self._ctx.keeping.held(hold)
         if result is not None:
             self._settle(hold, result.outcome, now)
@@ -193,6 +194,13 @@ class Producer:
             self._finish(hold, AckOutcome.FAILED, failure)
         else:
             self._ctx.counters.count("holds.expired")
+            self._ctx.log.problem(
+                "lease_expired",
+                "a lease ended before ranks %s had the bytes; %d holds are left",
+                list(missing) or "(not known)",
+                len(self.leases),
+                transfer=hold.transfer_id,
+            )
             handle: TransferHandle = hold.content
             event = Expired(transfer_id=hold.transfer_id, missing=missing)
             handle._finish(
@@ -452,6 +460,7 @@ class Producer:
             self._ended.pop(handle.transfer_id)
             push = self.pushes[handle.transfer_id] = Push(self._ctx, self, handle, targets, now)
             self._ctx.counters.count("pushes.begun")
+            self._ctx.began(handle)
         elif push.sealing or push.over or push.handle is not handle:
             raise InvalidInputError(
                 f"transfer {handle.transfer_id!r} was sealed, has failed or is being drained"

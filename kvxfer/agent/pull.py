@@ -265,6 +265,7 @@ class Pull:
                     deadline=self._deadline,
                     owner=self,
                     siblings=source.parts,
+                    handle=self.handle,
                 )
                 part.lease_end = source.granted_until
                 source.parts.append(part)

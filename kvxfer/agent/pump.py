@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,12 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pump", "sleep_time"]
 
-_log = logging.getLogger("kvxfer.agent")
-
 _AFTER_A_BAD_ROUND = 0.05
 """Seconds before the next round: a bug must not burn a core."""
-_LOGGED = 100
-"""How many bad rounds are logged with their traceback."""
 
 
 def sleep_time(engine: Engine, next_at: float | None, now: float) -> float:
@@ -69,11 +64,12 @@ class Pump:
                 now = self.last_round = self._clock.now()
                 next_at = self._engine.round(now)
                 self._engine.ctx.channel.wait(sleep_time(self._engine, next_at, now))
-            except Exception:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001
                 # One bad round must not end progress for every transfer of this process.
                 if self._stop:
                     return
                 self.errors += 1
-                if self.errors <= _LOGGED:
-                    _log.exception("a round of the progress thread failed")
+                self._engine.ctx.log.failed(
+                    "round", "a round of the progress thread failed", error=error
+                )
                 self._pause.wait(_AFTER_A_BAD_ROUND)

@@ -286,6 +286,7 @@ class Push:
                     deadline=self._deadline,
                     owner=self,
                     siblings=target.parts,
+                    handle=self.handle,
                 )
                 target.parts.append(part)
                 self._producer.queued -= 1

@@ -25,6 +25,7 @@ from kvxfer.core.events import Event, Role
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.timers import Timers
+from kvxfer.core.trace import checked_traceparent
 from kvxfer.errors import CapacityError, ConfigError, InvalidInputError
 from kvxfer.policies.timeouts import Phase, Timeouts
 
@@ -131,6 +132,7 @@ class SchedulerAgent:
         lease: float | None = None,
         owner: str | None = None,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> Offer:
         """Producer, READ: have all ranks hold, and make the offer. See ``Agent.hold``.
 
@@ -143,6 +145,7 @@ class SchedulerAgent:
             raise ConfigError("the workers are not known", next_step="call set_workers first")
         seconds = self.config.lease if lease is None else seconds_of("lease", lease)
         groups = _groups(blocks)
+        trace = checked_traceparent("traceparent", traceparent)
         known = self._open.get((Role.PRODUCER, transfer_id))
         if known is not None and known.joins(owner) and known.holds(groups):
             known.join(owner)
@@ -152,7 +155,9 @@ class SchedulerAgent:
         entry = self._begin(Role.PRODUCER, transfer_id, groups, budget, owner=owner, tag=tag)
         entry.renewable = True
         epoch = next(self._epochs)
-        self._orders.append(o.HoldOrder(transfer_id=transfer_id, epoch=epoch, lease=seconds))
+        self._orders.append(
+            o.HoldOrder(transfer_id=transfer_id, epoch=epoch, lease=seconds, traceparent=trace)
+        )
         entry.offer = Offer(
             transfer_id=transfer_id,
             epoch=epoch,
@@ -161,6 +166,7 @@ class SchedulerAgent:
             lease=seconds,
             groups=groups,
             fingerprint=self._workers[0].fingerprint,
+            traceparent=trace,
         )
         return entry.offer
 
@@ -174,9 +180,11 @@ class SchedulerAgent:
         owner: str | None = None,
         owners: int = 1,
         tag: object = None,
+        traceparent: str | None = None,
     ) -> None:
         """Consumer, READ: have all ranks pull. See ``Agent.pull``."""
         groups = _groups(blocks)
+        trace = checked_traceparent("traceparent", traceparent)
         known = self._open.get((Role.CONSUMER, offer.transfer_id))
         if known is not None and known.joins(owner):
             known.join(owner, groups)
@@ -191,6 +199,7 @@ class SchedulerAgent:
                 uncovered_local=uncovered_local,
                 owner=owner,
                 owners=owners,
+                traceparent=trace,
             )
         )
 

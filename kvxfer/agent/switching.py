@@ -7,7 +7,6 @@ more: by the engine's own proof, or by a fence of the connection that was left (
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.probe import Probe
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from kvxfer.policies.failover import Change, Failover
 
 __all__ = ["Switching"]
-
-_log = logging.getLogger("kvxfer.agent")
 
 
 class Switching:
@@ -92,13 +89,16 @@ class Switching:
         count = self._ctx.counters.count
         count("failover.downgrades" if change.down else "failover.upgrades")
         count(f"failover.to.{change.after}")
-        log = _log.warning if change.down else _log.info
+        log = self._ctx.log.problem if change.down else self._ctx.log.news
         log(
+            "backend_changed",
             "peer %s is reached over %s instead of %s: %s",
             self._link.incarnation,
             change.after,
             change.before,
             change.reason,
+            peer=self._link.incarnation,
+            backend=change.after,
         )
         self._ctx.emit(
             BackendChanged(

@@ -23,6 +23,7 @@ from kvxfer.core.control_hub import Hub, Inlet
 from kvxfer.core.control_keying import Keying
 from kvxfer.core.control_names import NameResolver
 from kvxfer.core.control_sockets import HANDSHAKE_FAILED, Monitor, configure, require_descriptors
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.errors import CapacityError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dialled", "DialledRoute", "Dialler"]
 
-logger = logging.getLogger("kvxfer.control")
+logger = LimitedLog(logging.getLogger("kvxfer.control"))
 
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -237,7 +238,8 @@ class Dialled(Inlet):
             self._dialler.keying.refused(self)
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not self._complained:
             self._complained = True
-            logger.warning(
+            logger.problem(
+                "handshake_failed",
                 "%s does not speak our protocol or refuses us (%s, code %#x); trying on, further "
                 "failures are only counted (dialled_handshakes_failed)",
                 self.address,

@@ -21,6 +21,7 @@ __all__ = [
     "Expired",
     "Failed",
     "Gone",
+    "Observation",
     "PeerDown",
     "PeerUp",
     "Quarantined",
@@ -42,7 +43,12 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 @attrs.frozen(kw_only=True)
-class Event:
+class Observation:
+    """Base of everything an observer is told: the events here, and ``kvxfer.core.observations``."""
+
+
+@attrs.frozen(kw_only=True)
+class Event(Observation):
     """Base of all events. ``transfer_id`` is empty for events about peers.
 
     ``tag`` is what the user gave to ``hold``, ``pull``, ``push`` or ``accept``, untouched; it must

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.core.layout.blocks import Blocks
+from kvxfer.core.trace import checked_traceparent, read_traceparent
 from kvxfer.core.wire import Count, Name, RanksWire, Ref, Seconds, Token
 from kvxfer.errors import InvalidInputError
 
@@ -67,6 +68,10 @@ def _sizes(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         raise _bad(attribute, "a mapping of names to integers", value)
 
 
+def _traceparent(value: str) -> str:
+    return checked_traceparent("Offer.traceparent", value)
+
+
 @attrs.frozen(kw_only=True)
 class Endpoint:
     """One worker that can be dialled: its control address, its incarnation and its rank.
@@ -96,6 +101,8 @@ class Offer:
             chance of being in time.
         groups: the producer's blocks per group, with their positions in the request.
         fingerprint: of model, dtype and KV quantisation; must equal the reader's.
+        traceparent: the trace context of the request that holds, or empty. Releases that do not
+            know it pass it by; one that is damaged on its way is dropped.
     """
 
     transfer_id: str = attrs.field(validator=_text(1, 512))
@@ -105,6 +112,7 @@ class Offer:
     lease: float = attrs.field(validator=_seconds)
     groups: tuple[Blocks, ...] = attrs.field(validator=_tuple_of(Blocks))
     fingerprint: str = attrs.field(validator=_text(0, 512))
+    traceparent: str = attrs.field(default="", converter=_traceparent)
 
     def ref(self, endpoint: Endpoint) -> Ref:
         """How this hold is named towards one of its workers."""
@@ -125,6 +133,7 @@ class Offer:
             "lease": self.lease,
             "groups": [_group_to_dict(g) for g in self.groups],
             "fingerprint": self.fingerprint,
+            **({"traceparent": self.traceparent} if self.traceparent else {}),
         }
 
     @classmethod
@@ -156,6 +165,7 @@ class Offer:
             lease=raw.lease,
             groups=tuple(_group_from_wire(g) for g in raw.groups),
             fingerprint=raw.fingerprint,
+            traceparent=read_traceparent(raw.traceparent),
         )
 
     def to_json(self) -> str:
@@ -199,6 +209,8 @@ class _OfferWire(msgspec.Struct):
     lease: Seconds
     groups: list[_GroupWire]
     fingerprint: str
+    traceparent: Any = ""
+    """Not typed: a trace context that is damaged must not cost the offer."""
 
 
 def _group_to_dict(blocks: Blocks) -> dict[str, Any]:

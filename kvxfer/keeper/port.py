@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.errors import ConfigError
 from kvxfer.keeper import messages as m
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Died", "KeeperPort", "ProcessPort", "Started", "control_of", "recipe_of"]
 
-_log = logging.getLogger("kvxfer.keeper")
+_log = LimitedLog(logging.getLogger("kvxfer.keeper"))
 
 _FRAME = 1 << 18
 _BUDGET = 256
@@ -220,7 +221,7 @@ class ProcessPort(KeeperPort):
             why = self._one_life(generation)
             if self._stop.is_set():
                 return
-            _log.warning("%s; starting another in %.1f s", why, pause)
+            _log.problem("keeper_died", "%s; starting another in %.1f s", why, pause)
             self._tell(Died(generation, self._clock.now(), why))
             if self._clock.now() - began > _LIVED:
                 pause = self._config.restart_min

@@ -18,6 +18,7 @@ import attrs
 from kvxfer.backends.moriio.address import hang_up
 from kvxfer.backends.moriio.config import MoriioConfig
 from kvxfer.backends.moriio.environment import environment_for
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.core.memory import MemoryKind
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import (
@@ -47,7 +48,7 @@ __all__ = [
 
 BACKEND = "moriio"
 
-_log = logging.getLogger("kvxfer.backends.moriio")
+_log = LimitedLog(logging.getLogger("kvxfer.backends.moriio"))
 
 
 @attrs.frozen(kw_only=True)
@@ -298,7 +299,7 @@ def _create_gpu_backend(mori: Any, engine: Any, name: str, streams: int, events:
 
             engine.LoadFabricCopyModule(ensure_fabric_copy_kernel())
     except Exception as error:  # noqa: BLE001 - a JIT compiler's; the backend works without
-        _log.warning("the copy kernel of %s is not loaded: %s", name, error)
+        _log.problem("copy_kernel", "the copy kernel of %s is not loaded: %s", name, error)
 
 
 def _auto_xgmi() -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UNRELATED", "VARIABLES", "Moment", "Variable", "effective", "environment_for"]
 
-_log = logging.getLogger("kvxfer.backends.moriio")
+_log = LimitedLog(logging.getLogger("kvxfer.backends.moriio"))
 
 
 class Moment(enum.Enum):
@@ -308,7 +309,8 @@ def environment_for(
             if present is None and not first:
                 continue
             if not first and moment in _ONCE:
-                _log.warning(
+                _log.problem(
+                    "setting_kept",
                     "%s stays %s in this process: the engine reads it once (%s was asked for)",
                     name,
                     present,

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvxfer.backends.moriio.binding import BACKEND
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import ClosedError, KvxferError, TransportError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generations"]
 
-_log = logging.getLogger("kvxfer.backends.moriio")
+_log = LimitedLog(logging.getLogger("kvxfer.backends.moriio"))
 
 _LOOK_S = 0.05
 """How often the keeper looks whether calls on the old engine are over; nothing announces it."""
@@ -111,7 +112,9 @@ class Generations:
             self._switched_at = time.monotonic()
             self._ensure_keeper()
             self._wake.notify_all()
-        _log.warning("engine generation %d replaces %d", fresh.number, fresh.number - 1)
+        _log.problem(
+            "engine_rebuilt", "engine generation %d replaces %d", fresh.number, fresh.number - 1
+        )
         self._switched(fresh)
         return fresh
 
@@ -179,4 +182,4 @@ class Generations:
             self.old = None
             self.ended.append(old)
             self._wake.notify_all()
-        _log.warning("engine generation %d has ended", old.number)
+        _log.problem("engine_ended", "engine generation %d has ended", old.number)

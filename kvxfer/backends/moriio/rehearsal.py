@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.core.memory import MemoryKind
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import ConfigError, TransportError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rehearse_port", "rehearse_registration"]
 
-_log = logging.getLogger("kvxfer.backends.moriio")
+_log = LimitedLog(logging.getLogger("kvxfer.backends.moriio"))
 
 TIMEOUT_S = 60.0
 """For one rehearsal. A large registration pins every page."""
@@ -61,8 +62,11 @@ def rehearse_registration(host: str, span: Span, config: MoriioConfig) -> None:
         }
         status, words = _run(options)
         if status == UNABLE:
-            _log.warning(
-                "the registration of %s memory could not be tried: %s", key[0].value, words
+            _log.problem(
+                "rehearsal",
+                "the registration of %s memory could not be tried: %s",
+                key[0].value,
+                words,
             )
         elif status != 0:
             raise TransportError(

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+from kvxfer.core.limitedlog import LimitedLog
+
 __all__ = ["HandoverLoop", "Timer"]
 
-logger = logging.getLogger(__name__)
+logger = LimitedLog(logging.getLogger(__name__))
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -140,7 +142,7 @@ class HandoverLoop:
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:
+        except Exception as error:  # noqa: BLE001
             # This thread serves every peer: a bug met on behalf of one must not end it for all.
             self.failures += 1
-            logger.exception("shm handover: unexpected error")
+            logger.failed("handover", "shm handover: unexpected error", error=error)

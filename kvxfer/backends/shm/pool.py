@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvxfer.backends.shm.copying import SCRATCH_BYTES
+from kvxfer.core.limitedlog import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
 __all__ = ["CopyPool", "Task"]
 
-logger = logging.getLogger(__name__)
+logger = LimitedLog(logging.getLogger(__name__))
 
 
 class Task(Protocol):
@@ -154,9 +155,9 @@ class CopyPool:
                 self._began[thread] = self._clock()
             try:
                 task.run(scratch)
-            except Exception:
+            except Exception as error:  # noqa: BLE001
                 # A bug of ours in one task must not end the thread that serves every peer.
-                logger.exception("shm copy: unexpected error")
+                logger.failed("copy", "shm copy: unexpected error", error=error)
             del task, taken
             with self._changed:
                 del self._began[thread]
