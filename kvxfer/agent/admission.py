@@ -48,6 +48,11 @@ class Desk:
         """Of the queues that are not idle."""
         return tuple(q.state for q in tuple(self._queues.values()) if not q.idle)
 
+    def longest_wait(self, now: float) -> float:
+        """Seconds for which the call that asked first has waited; 0 if none waits. Any thread."""
+        first = next(iter(tuple(self._tickets.values())), None)
+        return 0.0 if first is None else max(0.0, now - first[1].asked_at)
+
     def largest(self, capability: int | None) -> int:
         """Pieces of the largest call that a queue of such an engine grants at first."""
         largest = self._policy.begin(capability).largest

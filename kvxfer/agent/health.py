@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -12,25 +14,73 @@ from kvxfer.policies.credit_queue import QueueState
 from kvxfer.policies.failover import BackendState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvxfer.agent.engine import Engine
     from kvxfer.agent.pump import Pump
 
-__all__ = ["Health", "Snapshot", "health_of", "snapshot_of"]
+__all__ = ["Health", "Problem", "Snapshot", "health_of", "snapshot_of"]
 
+_CLOSED = "open another agent, or route around this worker"
+_LONG_WAIT = 1.0
+"""Seconds for which a call may wait for credits before it is worth a warning: many drain times of
+a send queue."""
 _STALLED_AFTER = 5.0
 """Seconds without a round after which the progress thread counts as stalled."""
+
+
+@attrs.frozen(kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        name: of a fixed set, for machines; docs/operations/runbook.md lists them.
+        message: for people, with the numbers.
+        next_step: what to do about it.
+        blocking: new requests make no sense here while it lasts. Otherwise it concerns some peers,
+            or is on its way to become worse.
+        numbers: those of the message, by name; seconds and counts.
+    """
+
+    name: str
+    message: str
+    next_step: str
+    blocking: bool = True
+    numbers: Mapping[str, float] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
 class Health:
     """``ready``: new requests make sense here. ``reasons`` says why not.
 
-    ``warnings`` says what concerns some peers only: they do not make the agent unready.
+    ``warnings`` says what concerns some peers only, or gets worse: they do not make the agent
+    unready.
     """
 
-    ready: bool
-    reasons: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    agent: str = ""
+    incarnation: str = ""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return not any(problem.blocking for problem in self.problems)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(p.message for p in self.problems if p.blocking)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(p.message for p in self.problems if not p.blocking)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Builtins only, for JSON."""
+        return {
+            "ready": self.ready,
+            "agent": self.agent,
+            "incarnation": self.incarnation,
+            "problems": [attrs.asdict(problem) for problem in self.problems],
+        }
 
 
 @attrs.frozen(kw_only=True)
@@ -85,52 +135,184 @@ class Snapshot:
             "waiting_for_credits": self.waiting_for_credits,
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Builtins only, for JSON. Of quarantined transfers the blocks are counted, not listed."""
+        plain = attrs.asdict(self, recurse=False)
+        plain["tables"] = self.tables
+        plain["peers"] = list(self.peers)
+        plain["counters"] = dict(sorted(self.counters.items()))
+        plain["quarantine"] = [
+            {"transfer_id": e.transfer_id, "blocks": e.count, "since": e.since, "reason": e.reason}
+            for e in self.quarantine
+        ]
+        for name in ("queues", "breakers", "backends"):
+            values = getattr(self, name)
+            plain[name] = [attrs.asdict(value, value_serializer=_plain) for value in values]
+        return plain
+
+
+def _plain(_: object, __: object, value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
+
 
 def health_of(engine: Engine, pump: Pump | None, now: float, *, closed: bool) -> Health:
-    reasons: list[str] = []
-    limits = engine.ctx.config.limits
-    if closed:
-        reasons.append("the agent is closed")
-    if engine.consumer.quarantine.full:
-        reasons.append(f"{len(engine.consumer.quarantine)} transfers are in quarantine")
-    if engine.ctx.counters["transports.failed"]:
-        reasons.append(
-            f"progress of a transport failed {engine.ctx.counters['transports.failed']} times; "
-            "see the log"
-        )
-    if len(engine.ctx.events) > limits.events:
-        reasons.append(f"{len(engine.ctx.events)} events were not collected")
-    if pump is not None and not closed:
-        if not pump.alive:
-            reasons.append("the progress thread has ended")
-        elif now - pump.last_round > _STALLED_AFTER:
-            reasons.append(f"the progress thread made no round for {now - pump.last_round:.1f} s")
-        if pump.errors:
-            reasons.append(f"{pump.errors} rounds of the progress thread failed; see the log")
+    """What is wrong, the worst first. Any thread."""
+    found = [Problem(name="closed", message="the agent is closed", next_step=_CLOSED)]
     if not closed:
-        reasons.extend(engine.ctx.keeping.reasons(now))
-    return Health(ready=not reasons, reasons=tuple(reasons), warnings=tuple(_warnings(engine, now)))
+        found = [
+            *_quarantine(engine, now),
+            *_progress(engine, pump, now),
+            *_keeper(engine, now),
+            *_backlog(engine, now),
+            *_peers(engine, now),
+        ]
+    return Health(
+        agent=engine.ctx.config.name,
+        incarnation=engine.ctx.incarnation,
+        problems=tuple(sorted(found, key=lambda problem: not problem.blocking)),
+    )
 
 
-def _warnings(engine: Engine, now: float) -> list[str]:
-    found = []
+def _quarantine(engine: Engine, now: float) -> Iterator[Problem]:
+    quarantine = engine.consumer.quarantine
+    entries = quarantine.entries
+    if not entries:
+        return
+    oldest = max(0.0, now - min(entry.since for entry in entries))
+    blocks = sum(entry.count for entry in entries)
+    yield Problem(
+        name="quarantine_full" if quarantine.full else "quarantine",
+        message=(
+            f"{len(entries)} transfers are in quarantine, of {quarantine.limit} that may be, with "
+            f"{blocks} blocks, the oldest for {oldest:.0f} s: {entries[-1].reason}"
+        ),
+        next_step="see which peer or engine cannot prove that nothing lands any more; end or fence "
+        "it, or restart this worker; reclaim() only if you know",
+        blocking=quarantine.full,
+        numbers={
+            "transfers": len(entries),
+            "limit": quarantine.limit,
+            "blocks": blocks,
+            "oldest_seconds": oldest,
+        },
+    )
+
+
+def _progress(engine: Engine, pump: Pump | None, now: float) -> Iterator[Problem]:
+    failed = engine.ctx.counters["transports.failed"]
+    if failed:
+        yield Problem(
+            name="transport_failed",
+            message=f"progress of a transport failed {failed} times; see the log",
+            next_step="look for event=transport in the log; restart this worker if it goes on",
+            numbers={"failures": failed},
+        )
+    if pump is None:
+        return
+    silent = now - pump.last_round
+    if not pump.alive:
+        yield Problem(
+            name="thread_ended",
+            message="the progress thread has ended",
+            next_step="restart this worker: nothing moves in it any more",
+        )
+    elif silent > _STALLED_AFTER:
+        yield Problem(
+            name="thread_stalled",
+            message=f"the progress thread made no round for {silent:.1f} s",
+            next_step="look for what holds the GIL or stopped the process (py-spy dump), and for "
+            "observers that wait",
+            numbers={"seconds": silent},
+        )
+    if pump.errors:
+        yield Problem(
+            name="rounds_failed",
+            message=f"{pump.errors} rounds of the progress thread failed; see the log",
+            next_step="look for event=round in the log, and report it: it is a bug",
+            numbers={"rounds": pump.errors},
+        )
+
+
+def _keeper(engine: Engine, now: float) -> Iterator[Problem]:
+    for reason in engine.ctx.keeping.reasons(now):
+        yield Problem(
+            name="keeper",
+            message=reason,
+            next_step="if it is not back within a second: can this host start another Python "
+            "(memory, process limits), and is KeeperConfig.port free?",
+            numbers={"deaths": engine.ctx.keeping.deaths},
+        )
+
+
+def _backlog(engine: Engine, now: float) -> Iterator[Problem]:
+    ctx = engine.ctx
+    limits = ctx.config.limits
+    if len(ctx.events) > limits.events:
+        yield Problem(
+            name="events_not_collected",
+            message=f"{len(ctx.events)} events were not collected",
+            next_step="call Agent.poll() regularly: blocks are freed by what it returns",
+            numbers={"events": len(ctx.events), "limit": limits.events},
+        )
+    waiting = ctx.desk.longest_wait(now)
+    if waiting > _LONG_WAIT:
+        full = [queue for queue in ctx.desk.states if queue.waiting]
+        names = ", ".join(f"{q.name} {q.in_flight} of {q.limit}" for q in full[:3])
+        yield Problem(
+            name="backpressure",
+            message=(
+                f"{len(ctx.desk)} calls wait for credits, the longest for {waiting:.1f} s "
+                f"(Timeouts.queue is {ctx.timeouts.queue:.1f} s): {names}"
+            ),
+            next_step="send fewer requests here, or raise the credits if the engine has more",
+            blocking=False,
+            numbers={"calls": len(ctx.desk), "seconds": waiting, "queues": len(full)},
+        )
+    if ctx.counters["observers.failed"]:
+        failed = ctx.counters["observers.failed"]
+        yield Problem(
+            name="observer_failed",
+            message=f"observers failed {failed} times",
+            next_step="look for event=observer in the log; metrics or traces may be missing",
+            blocking=False,
+            numbers={"failures": failed},
+        )
+
+
+def _peers(engine: Engine, now: float) -> Iterator[Problem]:
     for breaker in engine.ctx.breakers.states(now):
         pause = "being probed" if not breaker.wait else f"left alone for {breaker.wait:.1f} s"
-        found.append(f"peer {breaker.name} failed too often and is {pause}: {breaker.reason}")
+        yield Problem(
+            name="breaker_open",
+            message=f"peer {breaker.name} failed too often and is {pause}: {breaker.reason}",
+            next_step="see that peer's health and log; it is probed after the pause",
+            blocking=False,
+            numbers={"wait_seconds": breaker.wait},
+        )
     for state in _backends(engine, now):
-        found.append(
-            f"peer {state.peer} is reached over {state.backend}, not {state.preferred}: "
-            f"{state.reason}"
+        yield Problem(
+            name="failed_over",
+            message=f"peer {state.peer} is reached over {state.backend}, not {state.preferred}: "
+            f"{state.reason}",
+            next_step=f"repair {state.preferred}; it is probed and used again by itself",
+            blocking=False,
+            numbers={"wait_seconds": state.wait},
         )
     most = engine.ctx.config.limits.stuck_threads
     for peer, count in engine.ctx.stuck.peers.items():
         refused = "; nothing more is posted to it" if count >= most else ""
-        found.append(f"{count} engine calls towards peer {peer} do not return{refused}")
-    return found
+        yield Problem(
+            name="calls_stuck",
+            message=f"{count} engine calls towards peer {peer} do not return{refused}",
+            next_step="see whether that peer is stopped; restart this worker if they never return",
+            blocking=False,
+            numbers={"calls": count, "limit": most},
+        )
 
 
 def _backends(engine: Engine, now: float) -> tuple[BackendState, ...]:
-    states = [x.switching.state(now) for x in engine.links if x.switching is not None and x.usable]
+    switches = [link.switching for link in engine.links if link.usable]
+    states = [switching.state(now) for switching in switches if switching is not None]
     return tuple(state for state in states if state is not None)
 
 

@@ -17,6 +17,7 @@ _BOUNDED = {
     "ClassifierRegistry",  # examples of what no rule matched, bounded by count
     "BreakerTable",  # peers that failed lately, bounded by count
     "Desk",  # queues that are idle are kept, bounded by count
+    "LimitedLog",  # by name of a kind of line, and those are fixed
     "RetryRun",  # of a link that is up: how its last connection came about
 }
 _LAZY = {("Timers", "_heap")}

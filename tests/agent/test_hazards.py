@@ -167,7 +167,7 @@ def test_users_code_that_raises_stops_nothing(rig: Rig) -> None:
     def observe(event: object) -> None:
         raise ValueError("a bug of the user")
 
-    c.agent._on_event = observe
+    c.agent.add_observer(observe)
     c.agent.accept("w", at(0, 3))
     push = p.agent.push("w", at(0, 7), to=c.agent.endpoint, ready=Broken())
     called: list[int] = []

@@ -179,7 +179,7 @@ def test_stuck_threads_are_bounded(rig: Rig) -> None:
     assert refused.error.kind is ErrorKind.RESOURCE
     assert refused.drained
     assert bench.c.counters["posting_threads.refused"] == 1
-    assert "nothing more is posted to it" in bench.c.agent.health().warnings[0]
+    assert any("nothing more is posted" in w for w in bench.c.agent.health().warnings)
     other = bench.pull(good, "other", block=4)
     bench.real(lambda: other.done)
     assert other.error is None
