@@ -111,8 +111,15 @@ SMOKE = (
 )
 """Enough to see that a Python works: every layer, every dependency, and then the demo."""
 
-SLOW = ("tests/agent/test_aborts.py", "tests/agent/test_keeper_process.py")
-"""Parts of it that take minutes and depend on no Python version: the other lanes have them."""
+LONG = (
+    "tests/agent/test_aborts.py",
+    "tests/agent/test_cost.py",
+    "tests/agent/test_keeper_process.py",
+    "tests/conformance/test_suite_can_fail.py",
+    "tests/demo",
+    "tests/packaging/source",
+)
+"""Parts that take minutes and depend on no Python version: a lane of their own has them."""
 
 SOURCE_ONLY = (
     "tests/agent/test_cost.py",
@@ -150,11 +157,19 @@ def _torchless_skips(notes: Sequence[str]) -> Sequence[str]:
 
 def _portable(run: LaneRun, ready: Sequence[Ready]) -> None:
     # Two at a time, whole files each: it is the one lane that runs alone, on two cores or more.
-    run.pytest(ready[0].python, "tests", "-n", "2", "--dist", "loadfile")
+    run.pytest(ready[0].python, "tests", *_without(LONG), "-n", "2", "--dist", "loadfile")
+
+
+def _long(run: LaneRun, ready: Sequence[Ready]) -> None:
+    run.pytest(ready[0].python, *LONG)
+
+
+def _without(paths: Sequence[str]) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
 
 
 def _smoke(run: LaneRun, ready: Sequence[Ready]) -> None:
-    run.pytest(ready[0].python, *SMOKE, *(f"--ignore={path}" for path in SLOW))
+    run.pytest(ready[0].python, *SMOKE, *_without(LONG))
     status, _ = run.program([ready[0].python, "-m", "kvxfer", "demo", "--requests", "20"])
     run.check("the demo", status == 0, f"exit status {status}")
 
@@ -275,9 +290,9 @@ def _installed(run: LaneRun, ready: Sequence[Ready]) -> None:
         _, where = run.program([python, "-c", program], cwd=away, quiet=True)
         site = str(python.parent.parent)
         run.check("kvxfer is the installed one", where.startswith(site), where.strip())
-        ignored = [f"--ignore={part}" for part in SOURCE_ONLY]
+        ignored = _without((*SOURCE_ONLY, *LONG))
         run.pytest(python, "tests", *ignored, cwd=away)
-    run.pytest(python, *SOURCE_ONLY)
+    run.pytest(python, *(part for part in SOURCE_ONLY if part not in LONG))
 
 
 def _install_wheel(run: LaneRun, python: Path, folder: Path) -> None:
@@ -389,6 +404,13 @@ LANES = {
             "the suite, on CPython 3.11 with torch where both are to be had",
             (PORTABLE,),
             _portable,
+            expected_skips=_skips,
+        ),
+        Lane(
+            "long",
+            "what takes minutes: a fault at every step, held GILs, packages, sabotaged engines",
+            (PORTABLE,),
+            _long,
             expected_skips=_skips,
         ),
         Lane(
