@@ -19,30 +19,37 @@ import attrs
 from kvxfer.agent import arguments
 from kvxfer.agent import orders as o
 from kvxfer.agent.accept import destinations
-from kvxfer.agent.caches import Caches, LayerCache, register_caches
+from kvxfer.agent.caches import Caches, LayerCache, as_layers, register_caches, single_rank
 from kvxfer.agent.config import AgentConfig, Progress, seconds_of
 from kvxfer.agent.context import Context
 from kvxfer.agent.datapath import failover_order, refuse_open_data_path
+from kvxfer.agent.defaults import (
+    make_channel,
+    make_classifier,
+    make_retry,
+    make_timeouts,
+    make_transports,
+)
 from kvxfer.agent.driver import Driver
 from kvxfer.agent.engine import Engine
+from kvxfer.agent.executing import execute, refusal
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.health import Health, Snapshot, health_of, snapshot_of
 from kvxfer.agent.hello import LocalHello
 from kvxfer.agent.keeping import keeper_port
 from kvxfer.agent.mapping import rank_of, ranks_to_wire
+from kvxfer.agent.open_transfers import OpenTransfer, OpenTransfers
 from kvxfer.agent.owners import Declines, Owners
 from kvxfer.agent.probe import register_scratch
 from kvxfer.agent.pull import PullSpec
 from kvxfer.agent.pump import Pump
 from kvxfer.agent.push import PushSpec, Readiness
-from kvxfer.agent.sweeper import Guarded
+from kvxfer.agent.watching import Watching, events_only
 from kvxfer.core.clock import Clock, SystemClock
 from kvxfer.core.events import Event, Failed, Role
-from kvxfer.core.layout import Align, Blocks, KVLayout, LayoutKind
-from kvxfer.core.memory import span_of, storage_span
+from kvxfer.core.layout import Align, Blocks, KVLayout
 from kvxfer.core.observations import Verb
 from kvxfer.core.offer import Endpoint, Offer
-from kvxfer.core.remembered import Remembered
 from kvxfer.core.topology import Ranks
 from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
 from kvxfer.errors import (
@@ -62,7 +69,7 @@ if TYPE_CHECKING:
 
     from kvxfer.core.channel import Channel
     from kvxfer.core.control_config import ChannelAuth, ControlConfig
-    from kvxfer.core.observations import Observation, Observer
+    from kvxfer.core.observations import Observer
     from kvxfer.core.transport import Transport
     from kvxfer.keeper.port import KeeperPort
     from kvxfer.policies.classify import ClassifierRegistry
@@ -130,26 +137,29 @@ class Agent:
         self.incarnation = incarnation or secrets.token_hex(8)
         self._given_ranks = ranks
         self._caches = Caches()
-        self._handles: dict[tuple[Role, str], _Open] = {}
         self._lock = threading.Lock()
-        self._failed: Remembered[tuple[Role, str], _Open] = Remembered(
-            capacity=self.config.limits.early, ttl=self.config.limits.remembered_ttl
+        self._open = OpenTransfers(
+            capacity=self.config.limits.early,
+            ttl=self.config.limits.remembered_ttl,
+            clock=self.clock,
+            check_open=self._check_open,
+            abort=self._abort_handle,
+            aged=self._aged,
         )
-        """Failed before their last submit."""
         self._epochs = itertools.count(1)
         self._listeners: dict[object, Callable[[], None]] = {}
         self._closed = False
         self._pump: Pump | None = None
         watching = tuple(arguments.observer(x) for x in observers)
         if on_event is not None:
-            watching = (_events_only(arguments.observer(on_event)), *watching)
-        self._transports = _transports(backend)
+            watching = (events_only(arguments.observer(on_event)), *watching)
+        self._transports = make_transports(backend)
         try:
             order = failover_order(self.config.failover, self._transports)
             refuse_open_data_path(self._transports, self.config, control, auth)
             if channel is None and self.config.keeper is not None:
                 recipe_of(auth)  # refused before anything is bound
-            self._channel = channel or _channel(control, auth)
+            self._channel = channel or make_channel(control, auth)
         except BaseException:
             for transport in self._transports:
                 transport.close(0.0)
@@ -158,9 +168,9 @@ class Agent:
         self._ctx = Context(
             incarnation=self.incarnation,
             config=self.config,
-            timeouts=timeouts or _default_timeouts(),
-            retry=retry or self.config.retry or _default_retry(),
-            classifier=classifier or _default_classifier(),
+            timeouts=timeouts or make_timeouts(),
+            retry=retry or self.config.retry or make_retry(),
+            classifier=classifier or make_classifier(),
             rng=rng or random.Random(),  # noqa: S311 - spreads retries, guards nothing
             channel=self._channel,
             clock=self.clock,
@@ -182,7 +192,7 @@ class Agent:
         self._driver = Driver(self._engine, self.clock)
         limits = self.config.limits
         self._declines = Declines(capacity=limits.early, ttl=limits.early_ttl)
-        for table in (self._declines, Guarded(self._failed, self._lock)):
+        for table in (self._declines, self._open.failed):
             self._ctx.sweeper.watch(table)
         port = keeper or keeper_port(
             self.config, self._channel, auth, self.clock, incarnation=self.incarnation
@@ -261,7 +271,7 @@ class Agent:
         Raises:
             InvalidInputError: it is not callable.
         """
-        watching = _Watching(arguments.observer(observer))
+        watching = Watching(arguments.observer(observer))
         with self._lock:
             self._ctx.observers = (*self._ctx.observers, watching)
 
@@ -297,7 +307,7 @@ class Agent:
             TransportError: a transport refused the memory.
         """
         self._check_open()
-        layers = _as_layers(caches, layout, {} if groups is None else groups)
+        layers = as_layers(caches, layout, {} if groups is None else groups)
         if self._busy or self._engine.consumer.drainings or self._engine.producer.drainings:
             raise InvalidInputError(
                 "transfers still use the caches registered before", next_step="drain() first"
@@ -312,7 +322,7 @@ class Agent:
             self._local.caches = new
             self._local.revision += 1
             if self._given_ranks is None:
-                self._local.ranks = _single_rank(new)
+                self._local.ranks = single_rank(new)
             self._engine.consumer.caches_changed(new.blocks_per_group)
             self._engine.links.caches_changed(now)
 
@@ -410,18 +420,14 @@ class Agent:
             fingerprint=self.config.fingerprint,
             traceparent=trace,
         )
-        with self._lock:
-            entry = self._handles.get((Role.PRODUCER, transfer_id))
-            if entry is not None and entry.handle is handle:
-                entry.offer = offer
+        self._open.offered(handle, offer)
         return offer
 
     def _share_hold(
         self, transfer_id: str, groups: tuple[Blocks, ...], owner: str | None
     ) -> Offer | None:
         """The offer of a hold that this owner joins; None if there is none yet."""
-        with self._lock:
-            entry = self._handles.get((Role.PRODUCER, transfer_id))
+        entry = self._open.get(Role.PRODUCER, transfer_id)
         if entry is None or entry.offer is None or owner is None:
             return None
         handle, offer = entry.handle, entry.offer
@@ -444,7 +450,7 @@ class Agent:
         tag: object = None,
         trace: str = "",
     ) -> TransferHandle:
-        handle = self._begin(Verb.HOLD, transfer_id, tag, trace)
+        handle = self._open.begin(Verb.HOLD, transfer_id, tag=tag, trace=trace)
         if owner is not None:
             handle._join(owner)
 
@@ -510,10 +516,12 @@ class Agent:
             uncovered_local=arguments.count("uncovered_local", uncovered_local),
         )
         trace = self._trace(traceparent, offer.traceparent)
-        entry = self._reopen(Verb.PULL, offer.transfer_id, tag, trace, offer.traceparent)
+        entry = self._open.reopen(
+            Verb.PULL, offer.transfer_id, tag=tag, trace=trace, offered=offer.traceparent
+        )
         with entry.lock:
             if entry.handle.done:
-                return self._after_the_end(entry, last=last)
+                return self._open.after_the_end(entry, last=last)
             if entry.submits and entry.epoch != offer.epoch:
                 raise InvalidInputError(
                     f"transfer {offer.transfer_id!r} is being pulled from epoch {entry.epoch}, "
@@ -532,7 +540,7 @@ class Agent:
                 )
             except InvalidInputError:
                 if not entry.submits:
-                    self._forget(Role.CONSUMER, offer.transfer_id)
+                    self._open.forget(Role.CONSUMER, offer.transfer_id)
                     if shared is not None:
                         self._declines.put_back(shared, offer.epoch, self.clock.now())
                 raise
@@ -557,7 +565,7 @@ class Agent:
         return handle
 
     def _check_owner(
-        self, entry: _Open, offer: Offer, owner: str | None, owners: int
+        self, entry: OpenTransfer, offer: Offer, owner: str | None, owners: int
     ) -> Owners | None:
         """The owners that ``owner`` may join; None if none are named.
 
@@ -603,8 +611,7 @@ class Agent:
 
     def _decline_of(self, offer: Offer, owner: str, owners: int) -> bool:
         """One owner declines; True if with it all have, without any pull."""
-        with self._lock:
-            entry = self._handles.get((Role.CONSUMER, offer.transfer_id))
+        entry = self._open.get(Role.CONSUMER, offer.transfer_id)
         if entry is not None:
             with entry.lock:
                 if entry.submits and not entry.handle.done and entry.epoch == offer.epoch:
@@ -657,11 +664,12 @@ class Agent:
         )
         known = arguments.endpoints("producers", producers)
         uncovered_local = arguments.count("uncovered_local", uncovered_local)
-        handle = self._begin(Verb.ACCEPT, transfer_id, tag, self._trace(traceparent))
+        trace = self._trace(traceparent)
+        handle = self._open.begin(Verb.ACCEPT, transfer_id, tag=tag, trace=trace)
         try:
             pin = self._engine.consumer.pins.pin(transfer_id, destinations(groups))
         except InvalidInputError:
-            self._forget(Role.CONSUMER, transfer_id)
+            self._open.forget(Role.CONSUMER, transfer_id)
             raise
 
         def accept(now: float) -> None:
@@ -715,10 +723,11 @@ class Agent:
             ready=arguments.readiness(ready),
             align=arguments.alignment(align),
         )
-        entry = self._reopen(Verb.PUSH, transfer_id, tag, self._trace(traceparent))
+        trace = self._trace(traceparent)
+        entry = self._open.reopen(Verb.PUSH, transfer_id, tag=tag, trace=trace)
         with entry.lock:
             if entry.handle.done:
-                return self._after_the_end(entry, last=False)
+                return self._open.after_the_end(entry, last=False)
             if entry.complete:
                 raise InvalidInputError(f"transfer {transfer_id!r} was sealed already")
             entry.submits += 1
@@ -737,14 +746,12 @@ class Agent:
         """
         payload = arguments.payload(payload, MAX_PAYLOAD_NBYTES)
         transfer_id = arguments.text_id("transfer_id", transfer_id)
-        key = (Role.PRODUCER, transfer_id)
-        with self._lock:
-            entry = self._handles.get(key) or self._failed.get(key)
+        entry = self._open.find(Role.PRODUCER, transfer_id)
         if entry is None:
             raise InvalidInputError(f"no transfer {transfer_id!r} is being pushed")
         with entry.lock:
             if entry.handle.done:
-                return self._after_the_end(entry, last=True)
+                return self._open.after_the_end(entry, last=True)
             entry.complete = True
             self._order(lambda now: _ignore(self._engine.producer.seal(transfer_id, payload)))
         return entry.handle
@@ -768,8 +775,7 @@ class Agent:
 
     def _abort_handle(self, handle: TransferHandle) -> None:
         """Only while it is this handle's transfer: the id may be in use again."""
-        with self._lock:
-            entry = self._handles.get((handle.role, handle.transfer_id))
+        entry = self._open.get(handle.role, handle.transfer_id)
         if entry is not None and entry.handle is handle:
             self.abort(handle.transfer_id)
 
@@ -899,63 +905,12 @@ class Agent:
         """
         for order in arguments.items("orders", orders, o.Order):
             try:
-                self._execute(order)
+                execute(self, order)
             except KvxferError as error:
                 self._refuse(order, error)
 
-    def _execute(self, order: o.Order) -> None:
-        match order:
-            case o.HoldOrder():
-                self._hold(
-                    order.transfer_id,
-                    order.epoch,
-                    seconds_of("lease", order.lease),
-                    trace=self._trace(order.traceparent),
-                )
-            case o.PullOrder():
-                self.pull(
-                    order.offer,
-                    order.blocks,
-                    align=order.align,
-                    uncovered_local=order.uncovered_local,
-                    owner=order.owner,
-                    owners=order.owners,
-                    traceparent=order.traceparent,
-                )
-            case o.AcceptOrder():
-                self.accept(
-                    order.transfer_id,
-                    order.blocks,
-                    deadline=order.deadline,
-                    producers=order.producers,
-                )
-            case o.DeclineOrder():
-                self.decline(order.offer, owner=order.owner, owners=order.owners)
-            case o.RenewOrder():
-                self.renew(order.offers)
-            case o.AbortOrder():
-                self.abort(order.transfer_id)
-            case _:
-                raise InvalidInputError(f"{order!r} is no order")
-
     def _refuse(self, order: o.Order, error: KvxferError) -> None:
-        consumer = isinstance(order, (o.PullOrder, o.AcceptOrder))
-        blocks: tuple[tuple[int, ...], ...] = ()
-        if isinstance(order, (o.PullOrder, o.AcceptOrder)):
-            blocks = tuple(tuple(ids.tolist()) for ids in destinations(order.blocks))
-        transfer_id = (
-            order.offer.transfer_id
-            if isinstance(order, (o.PullOrder, o.DeclineOrder))
-            else getattr(order, "transfer_id", "")
-        )
-        event = Failed(
-            transfer_id=transfer_id,
-            role=Role.CONSUMER if consumer else Role.PRODUCER,
-            kind=error.kind,
-            error=TransferError(str(error), kind=error.kind),
-            blocks=blocks,
-            drained=True,
-        )
+        event = refusal(order, error)
 
         def refuse(now: float) -> None:
             if isinstance(order, o.PullOrder):
@@ -988,8 +943,7 @@ class Agent:
                 if not self._driver.drive(lambda: not self._busy, left):
                     threading.Event().wait(min(left, self.config.pump_interval))
             else:
-                with self._lock:
-                    pending = [e.handle for e in self._handles.values()]
+                pending = self._open.handles()
                 if pending:
                     pending[0]._wait(min(left, self.config.idle_interval))
                 else:
@@ -1004,7 +958,7 @@ class Agent:
             or engine.consumer.accepts
             or engine.producer.pushes
             or len(engine.producer.leases)
-            or self._handles
+            or len(self._open)
             or engine.links.mailboxes.unconfirmed
         )
 
@@ -1047,11 +1001,7 @@ class Agent:
         self._ctx.log.flush()
 
     def _fail_open_handles(self) -> None:
-        with self._lock:
-            entries = list(self._handles.values())
-            self._handles.clear()
-        for entry in entries:
-            handle = entry.handle
+        for handle in self._open.clear():
             handle.error = TransferError("the agent was closed", kind=ErrorKind.ABORTED)
             event = Failed(
                 transfer_id=handle.transfer_id,
@@ -1069,6 +1019,9 @@ class Agent:
     def _notify(self) -> None:
         for notify in tuple(self._listeners.values()):
             notify()
+
+    def _aged(self) -> None:
+        self._ctx.sweeper.arm()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -1172,75 +1125,6 @@ class Agent:
             return own or offered
         return arguments.checked_traceparent("what trace_context returns", self._trace_context())
 
-    def _begin(
-        self, verb: Verb, transfer_id: str, tag: object = None, trace: str = ""
-    ) -> TransferHandle:
-        """A handle for a transfer that must not be under way."""
-        entry = _Open(self._handle(verb, transfer_id, tag, trace))
-        entry.complete = True
-        if self._enter(verb.role, transfer_id, entry) is not entry:
-            raise InvalidInputError(
-                f"transfer {transfer_id!r} is under way already as {verb.role.value}",
-                next_step="wait for its event, or use another id",
-            )
-        return entry.handle
-
-    def _enter(self, role: Role, transfer_id: str, entry: _Open) -> _Open:
-        """Enter it, or return the one that is there."""
-        arguments.text_id("transfer_id", transfer_id)
-        self._check_open()
-        with self._lock:
-            known = self._handles.get((role, transfer_id)) or self._failed.get((role, transfer_id))
-            if known is not None:
-                return known
-            self._handles[(role, transfer_id)] = entry
-        entry.handle._on_end = lambda: self._ended(role, transfer_id, entry)
-        return entry
-
-    def _ended(self, role: Role, transfer_id: str, entry: _Open) -> None:
-        """It is terminal. More submits of a failed one may be on their way: they must not begin
-        it again.
-        """
-        with self._lock:
-            if self._handles.get((role, transfer_id)) is entry:
-                del self._handles[(role, transfer_id)]
-            if not entry.complete and entry.handle.state is TransferState.FAILED:
-                self._failed.add((role, transfer_id), entry, self.clock.now())
-        self._ctx.sweeper.arm()
-
-    def _after_the_end(self, entry: _Open, *, last: bool) -> TransferHandle:
-        """A submit for a transfer that has failed meanwhile: dropped; its event says why."""
-        if last:
-            with self._lock:
-                self._failed.pop((entry.handle.role, entry.handle.transfer_id))
-        return entry.handle
-
-    def _reopen(
-        self, verb: Verb, transfer_id: str, tag: object, trace: str, offered: str = ""
-    ) -> _Open:
-        """The entry of a transfer that may take several submits, new or open."""
-        entry = _Open(self._handle(verb, transfer_id, tag, trace, offered))
-        return self._enter(verb.role, transfer_id, entry)
-
-    def _handle(
-        self, verb: Verb, transfer_id: str, tag: object, trace: str, offered: str = ""
-    ) -> TransferHandle:
-        return TransferHandle(
-            transfer_id,
-            verb,
-            self._abort_handle,
-            tag=tag,
-            now=self.clock.now(),
-            traceparent=trace,
-            offered="" if offered == trace else offered,
-        )
-
-    def _forget(self, role: Role, transfer_id: str, entry: _Open | None = None) -> None:
-        with self._lock:
-            known = self._handles.get((role, transfer_id))
-            if known is not None and (entry is None or known is entry):
-                del self._handles[(role, transfer_id)]
-
     def _groups(self, blocks: BlocksLike) -> tuple[Blocks, ...]:
         groups = arguments.block_lists(blocks)
         if not self._caches.layers:
@@ -1280,128 +1164,5 @@ class Agent:
         return self.config.lease if lease is None else seconds_of("lease", lease)
 
 
-class _Watching:
-    """One observer that was added, and may be again."""
-
-    __slots__ = ("_observer",)
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def __call__(self, observation: Observation) -> None:
-        self._observer(observation)
-
-
-def _events_only(on_event: Callable[[Event], object]) -> Observer:
-    def told(observation: Observation) -> None:
-        if isinstance(observation, Event):
-            on_event(observation)
-
-    return told
-
-
-@attrs.define(eq=False)
-class _Open:
-    """A transfer that is under way, as its callers see it."""
-
-    handle: TransferHandle
-    complete: bool = False
-    submits: int = 0
-    epoch: int = 0
-    pin: int = 0
-    offer: Offer | None = None
-    """Of a hold: owners that join it get the same."""
-    owners: Owners | None = None
-    """Of a pull, where they are named."""
-    lock: threading.Lock = attrs.field(factory=threading.Lock)
-
-
 def _ignore(_: object) -> None:
     return None
-
-
-def _transports(backend: str | Transport | Sequence[str | Transport]) -> list[Transport]:
-    from kvxfer.core.plugins import create_transport
-    from kvxfer.core.transport import Transport
-
-    wanted = [backend] if isinstance(backend, (str, Transport)) else list(backend)
-    if not wanted:
-        raise InvalidInputError("no backend is named")
-    made: list[Transport] = []
-    try:
-        for item in wanted:
-            made.append(create_transport(item) if isinstance(item, str) else item)
-    except BaseException:
-        for transport in made:
-            transport.close(0.0)
-        raise
-    names = [t.name for t in made]
-    if len(set(names)) != len(names):
-        raise InvalidInputError(f"two transports have one name: {names}")
-    return made
-
-
-def _channel(control: ControlConfig | None, auth: ChannelAuth | None) -> Channel:
-    from kvxfer.core.control import ZmqChannel
-
-    return ZmqChannel(control, auth=auth)
-
-
-def _default_timeouts() -> Timeouts:
-    from kvxfer.policies.timeouts import Timeouts
-
-    return Timeouts()
-
-
-def _default_retry() -> RetryPolicy:
-    from kvxfer.policies.retry import load_policy
-
-    return load_policy()
-
-
-def _default_classifier() -> ClassifierRegistry:
-    from kvxfer.policies.classify import ClassifierRegistry
-
-    return ClassifierRegistry.from_plugins()
-
-
-def _as_layers(
-    caches: Mapping[str, Any] | Iterable[LayerCache],
-    layout: KVLayout | Mapping[str, KVLayout] | None,
-    groups: Mapping[str, int],
-) -> list[LayerCache]:
-    if not isinstance(caches, Mapping):
-        return list(arguments.items("caches", caches, LayerCache))
-    arguments.mapping("caches", caches)
-    arguments.mapping("groups", groups)
-    if layout is not None and not isinstance(layout, (KVLayout, Mapping)):
-        raise InvalidInputError(
-            f"layout must be a KVLayout or one per layer name, not {type(layout).__name__}"
-        )
-    layers = []
-    for name, buffer in caches.items():
-        if layout is None:
-            mine: Any = KVLayout.from_tensor(buffer)
-        elif isinstance(layout, Mapping):
-            if name not in layout:
-                raise InvalidInputError(f"layer {name!r} has no layout")
-            mine = layout[name]
-        elif layout.offset == 0:  # one for all of them: from where each buffer begins
-            mine = layout.at_offset(span_of(buffer).address - storage_span(buffer).address)
-        else:
-            mine = layout
-        layers.append(LayerCache(name=name, buffer=buffer, layout=mine, group=groups.get(name, 0)))
-    return layers
-
-
-def _single_rank(caches: Caches) -> Ranks:
-    """The ranks of an instance of one: it holds all heads of every layer."""
-    copied = (LayoutKind.LATENT, LayoutKind.KEY_ONLY)
-    heads = [
-        layer.layout.heads
-        for layer in caches.layers
-        if isinstance(layer.layout, KVLayout) and layer.layout.kind not in copied
-    ]
-    if not heads:
-        return Ranks(tp_size=1, latent=True)
-    return Ranks(tp_size=1, total_kv_heads=max(heads))

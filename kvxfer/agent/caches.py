@@ -8,13 +8,15 @@ from typing import Any
 
 import attrs
 
-from kvxfer.core.layout import KVLayout, LayerRef, StateLayout
+from kvxfer.agent import arguments
+from kvxfer.core.layout import KVLayout, LayerRef, LayoutKind, StateLayout
 from kvxfer.core.memory import Region, Span, span_of, storage_span
+from kvxfer.core.topology import Ranks
 from kvxfer.core.transport import Transport
 from kvxfer.core.wire import DescriptorWire, LayerWire, TransportWire
 from kvxfer.errors import InvalidInputError, KvxferError
 
-__all__ = ["Caches", "LayerCache", "register_caches"]
+__all__ = ["Caches", "LayerCache", "as_layers", "register_caches", "single_rank"]
 
 
 @attrs.frozen(kw_only=True)
@@ -179,3 +181,50 @@ def _region_for(storage: Span, spans: list[Span]) -> tuple[int, Span]:
             return index, span
     spans.append(storage)
     return len(spans) - 1, storage
+
+
+def as_layers(
+    caches: Mapping[str, Any] | Iterable[LayerCache],
+    layout: KVLayout | Mapping[str, KVLayout] | None,
+    groups: Mapping[str, int],
+) -> list[LayerCache]:
+    """What a user registers, one value per layer: see ``Agent.register_kv_caches``.
+
+    Raises:
+        InvalidInputError: mistyped, or a layer without a layout.
+    """
+    if not isinstance(caches, Mapping):
+        return list(arguments.items("caches", caches, LayerCache))
+    arguments.mapping("caches", caches)
+    arguments.mapping("groups", groups)
+    if layout is not None and not isinstance(layout, (KVLayout, Mapping)):
+        raise InvalidInputError(
+            f"layout must be a KVLayout or one per layer name, not {type(layout).__name__}"
+        )
+    layers = []
+    for name, buffer in caches.items():
+        if layout is None:
+            mine: Any = KVLayout.from_tensor(buffer)
+        elif isinstance(layout, Mapping):
+            if name not in layout:
+                raise InvalidInputError(f"layer {name!r} has no layout")
+            mine = layout[name]
+        elif layout.offset == 0:  # one for all of them: from where each buffer begins
+            mine = layout.at_offset(span_of(buffer).address - storage_span(buffer).address)
+        else:
+            mine = layout
+        layers.append(LayerCache(name=name, buffer=buffer, layout=mine, group=groups.get(name, 0)))
+    return layers
+
+
+def single_rank(caches: Caches) -> Ranks:
+    """The ranks of an instance of one: it holds all heads of every layer."""
+    copied = (LayoutKind.LATENT, LayoutKind.KEY_ONLY)
+    heads = [
+        layer.layout.heads
+        for layer in caches.layers
+        if isinstance(layer.layout, KVLayout) and layer.layout.kind not in copied
+    ]
+    if not heads:
+        return Ranks(tp_size=1, latent=True)
+    return Ranks(tp_size=1, total_kv_heads=max(heads))
