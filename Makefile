@@ -4,7 +4,7 @@
 LANES = @python=$$(scripts/find-python.sh) && exec "$$python" scripts/lanes.py
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-mori soak lint docs clean
+.PHONY: help demo test test-all test-mori soak soak-mori lint docs clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -25,6 +25,9 @@ test-mori: ## the real MoRI-IO engine over software RDMA
 
 soak: ## 200 rounds of killed and stopped processes; ROUNDS=n for another number
 	@SOAK_ROUNDS=$(or $(ROUNDS),200); export SOAK_ROUNDS; $(LANES:@%=%) run soak
+
+soak-mori: ## 50 rounds of killed, stopped and restarted peers over MoRI-IO; ROUNDS=n for another number
+	@SOAK_ROUNDS=$(or $(ROUNDS),50); export SOAK_ROUNDS; $(LANES:@%=%) run soak-mori
 
 lint: ## ruff check, ruff format, mypy --strict
 	$(LANES) run lint

@@ -34,6 +34,8 @@ class Lane:
     """From the notes of the set-up to patterns of reasons for which a test may be skipped."""
     skips: int | None = None
     """How many tests are skipped, exactly, where that does not depend on the machine."""
+    by_name_only: bool = False
+    """Neither ``make test-all`` nor CI runs it."""
 
 
 # ---- environments --------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def _verbs_headers(run: LaneRun) -> None:
     )
 
 
-def _mori(run: LaneRun, ready: Sequence[Ready]) -> None:
+def _mori(run: LaneRun, ready: Sequence[Ready], *suite: str, **env: str) -> None:
     """Complete the environment (quick when its C sources did not change) and use it."""
     python = ready[0].python
     rig: list[str | Path] = [python, "-m", "kvxfer.testing.softrdma"]
@@ -235,7 +237,13 @@ def _mori(run: LaneRun, ready: Sequence[Ready]) -> None:
         raise LaneFailed("the software RDMA rig could not be set up")
     status, _ = run.program([*rig, "check"])
     run.check("the rig moves bytes between two processes", status == 0)
-    run.pytest(python, "tests/mori")
+    run.pytest(python, *(suite or ["tests/mori"]), env=env)
+
+
+def _soak_mori(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Fifty rounds, or as many as SOAK_ROUNDS says; what each did is in the log."""
+    rounds = os.environ.get("SOAK_ROUNDS", "50")
+    _mori(run, ready, "tests/mori/test_life_mori.py", "-s", SOAK_ROUNDS=rounds)
 
 
 def _engine(suite: str, **env: str) -> Body:
@@ -461,6 +469,15 @@ LANES = {
             limit=7200.0,
         ),
         Lane(
+            "soak-mori",
+            "peers killed, stopped and restarted under load over the real MoRI-IO engine",
+            (MORI,),
+            _soak_mori,
+            before=(_verbs_headers,),
+            limit=7200.0,
+            by_name_only=True,
+        ),
+        Lane(
             "py312",
             "smoke on CPython 3.12 without torch",
             (_bare("3.12"),),
@@ -478,5 +495,7 @@ LANES = {
     )
 }
 
-ALL = tuple(name for name in LANES if name != "lint")
+CI = tuple(name for name, lane in LANES.items() if not lane.by_name_only)
+"""The lanes of ``.ci/run``."""
+ALL = tuple(name for name in CI if name != "lint")
 """The lanes of ``make test-all``."""

@@ -302,6 +302,7 @@ class Accepting:
 
     def _end(self, now: float) -> None:
         self.ended = True
+        self.draining = None
         self._consumer.pins.unpin(self._token, self._destinations)
         for writer in self._writers.values():
             writer.link.unwatch(self)

@@ -66,6 +66,10 @@ class Draining:
         self._fence_deadline = self._deadline + ctx.timeouts.drain
         self._fences: list[Pollable[Fence]] | None = None
         self._reasons: list[str] = []
+        self._only_a_source = op is Op.WRITE and not peers_write
+        """The blocks are read and never written."""
+        self._left = False
+        """Bytes that were sent may still land at a peer."""
         self.quarantined = False
         self._quarantined_at = 0.0
         ctx.at(self, self._deadline)
@@ -98,10 +102,14 @@ class Draining:
                 pending.append(fence)
             elif answer is None:
                 self._reasons.append(str(error))
+            elif self._only_a_source and not answer.done and answer.source_done:
+                self._left = True
             elif not (answer.done if self._op is Op.WRITE else answer.ours_done):
                 self._reasons.append(answer.reason)
         self._fences = pending
         if not pending and not self._reasons:
+            if self._left:
+                self._abandon()  # what was sent is the receiver's to fence; the source is not read
             self._on_fenced()
             # A fenced connection carries nothing any more: the two sides have to meet anew.
             for link in self._links:

@@ -255,6 +255,10 @@ class Call:
         self.state = _CallState.FAILED
         self.part.call_over(self)
 
+    def release(self) -> None:
+        """It is over: an attempt and its credits know their call, and no cycle stays behind."""
+        self.current = self.grant = None
+
     def smaller(self, verdict: Verdict) -> list[Call]:
         """Calls for the same bytes, of the size that the engine named, else two halves.
 
@@ -558,6 +562,7 @@ class Part:
         self._open.update(dict.fromkeys(calls))
 
     def call_over(self, call: Call) -> None:
+        call.release()
         self._open.pop(call, None)
         if not self._open:
             self.ctx.forget(self)
@@ -585,6 +590,7 @@ class Part:
             if call.state in (_CallState.WAITING, _CallState.READY):
                 call.state = _CallState.FAILED
                 self.link.poster.withdraw(call)
+                call.release()
                 self._open.pop(call, None)
         self.ctx.forget(self)
         self.ctx.soon(self.owner)
@@ -601,6 +607,18 @@ class Part:
         for grant in self.undrained.values():
             self.link.poster.settled(grant)
         self.undrained.clear()
+
+    def release(self) -> None:
+        """The transfer has ended: know nobody who knows us, so that no cycle stays behind.
+
+        A post that has not returned may still come back, and is then counted as before.
+        """
+        self.owner = _NOBODY
+        self._siblings = ()
+        for call in self._open:  # after ``abandon``
+            if call.state is not _CallState.POSTING:
+                call.release()
+        self._open.clear()
 
     # ---- facts -------------------------------------------------------------------------------
 
@@ -626,6 +644,16 @@ class Part:
     @property
     def done(self) -> bool:
         return self.settled and self.drained and self.error is None and not self.stopped
+
+
+class _Nobody:
+    """The owner of a part whose transfer has ended."""
+
+    def step(self, now: float) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
 
 
 def history_of(parts: Sequence[Part]) -> tuple[HistoryEntry, ...]:

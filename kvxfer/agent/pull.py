@@ -504,6 +504,9 @@ class Pull:
 
     def _end(self, now: float) -> None:
         self.ended = True
+        self.draining = None
+        for part in self._parts():
+            part.release()
         self._consumer.pins.unpin(
             self._pin,
             [np.array(ids, dtype=np.int64) for ids in self._block_ids()],

@@ -534,6 +534,9 @@ class Push:
 
     def _end(self, now: float) -> None:
         self.ended = True
+        self.draining = None
+        for part in self._parts():
+            part.release()
         for target in self._targets:
             if target.link is not None:
                 target.link.unwatch(self)

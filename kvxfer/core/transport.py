@@ -60,14 +60,21 @@ class Fence:
     attempts on it are marked drained.  Otherwise ``reason`` says what the engine cannot prove.
     ``ours_done`` is the weaker half: nothing that *we* posted lands any more, which is all that a
     failed READ needs.  An engine that can prove only that says so.
+    ``source_done``: no WRITE of ours reads our memory any more, though bytes that it has sent may
+    still land at the peer.  That is all that the source of a failed WRITE needs.
     """
 
     done: bool
     reason: str = ""
     ours_done: bool = attrs.field()
+    source_done: bool = attrs.field()
 
     @ours_done.default
     def _whole_proves_half(self) -> bool:
+        return self.done
+
+    @source_done.default
+    def _whole_proves_source(self) -> bool:
         return self.done
 
 

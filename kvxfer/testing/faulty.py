@@ -402,6 +402,7 @@ class FaultyTransport(Transport):
         with self._lock:
             self._flights.pop(flight.outer, None)
             self._watched.pop(flight.outer, None)
+        flight.inner = None  # whose tag it is: no cycle stays behind
 
 
 class _FaultyPeer(Peer):

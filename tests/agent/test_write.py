@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 from agent_rig import Node, Rig, at
 
-from kvxfer.core.events import Drained, Failed, Received, Role, Sent
+from kvxfer.backends.loopback import LoopbackTransport
+from kvxfer.core import pollable
+from kvxfer.core.events import Drained, Failed, Quarantined, Received, Role, Sent
+from kvxfer.core.transport import Fence, Peer
 from kvxfer.core.verdict import EngineError
 from kvxfer.errors import ErrorKind, InvalidInputError
-from kvxfer.testing.faults import Fault, FaultKind
+from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
+from kvxfer.testing.faulty import FaultyTransport
 
 DEAD = EngineError(backend="moriio", code=13, message="remote access error")
 
@@ -178,3 +182,32 @@ def test_sealing_what_is_not_pushed(rig: Rig) -> None:
         p.agent.seal("w")
     with pytest.raises(InvalidInputError, match="65537 bytes"):
         p.agent.seal("w", b"x" * 65537)
+
+
+class SourceOnly(FaultyTransport):
+    """An engine whose fence ends its own reading, and cannot say what is still on its way."""
+
+    def _fence(self, peer: Peer) -> pollable.Pollable[Fence]:
+        return pollable.Ready(Fence(done=False, reason="one post has left", source_done=True))
+
+
+def test_a_source_that_nobody_reads_comes_back(rig: Rig) -> None:
+    """What a failed WRITE has sent is the receiver's to fence. The sender's blocks come back once
+    its engine reads them no more, without quarantine, and the receiver is not told that anything is
+    proven: its blocks wait for its own fence."""
+    never = FaultPlan(posts=[Fault(kind=FaultKind.NEVER)])
+    p = rig.node("p", transport=SourceOnly(LoopbackTransport(), never, clock=rig.clock))
+    c = rig.node("c")
+    c.agent.accept("w", at(0, 3, 1))
+    push_all(p, c, [7, 8])
+    rig.run(lambda: bool(p.of(Drained)))
+    assert not p.of(Failed)[0].drained
+    assert p.of(Drained)[0].blocks == ((7, 8),)
+    assert not p.of(Quarantined)
+    assert not p.agent.snapshot().quarantine
+    rig.run(lambda: bool(c.of(Drained)))
+    assert not c.of(Failed)[0].drained
+    assert c.of(Drained)[0].drained_by == "fence"
+    rig.pass_time(30.0)
+    assert not any(p.tables.values())
+    assert not any(c.tables.values())

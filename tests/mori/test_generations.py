@@ -230,7 +230,8 @@ def test_fence_drains_what_has_no_proof(rig):
 
 def test_fence_proves_nothing_of_a_write(rig):
     """What a WRITE has sent may land at the peer whatever becomes of our engine: the fence says so,
-    and the attempt stays undrained."""
+    now and later, and the attempt stays undrained. But nothing reads its source any more: the fence
+    says that too, and the region is not busy."""
     r = rig(generation_linger_s=0.3)
     far = r.far()
     far.connect()
@@ -239,7 +240,12 @@ def test_fence_proves_nothing_of_a_write(rig):
     fence = r.answer(r.transport.fence(far.peer))
     assert (fence.done, fence.ours_done) == (False, False)
     assert "1 attempts" in fence.reason
+    assert fence.source_done
     assert not attempt.drained
+    again = r.answer(r.transport.fence(far.peer))
+    assert (again.done, again.source_done) == (False, True)
+    assert "1 attempts" in again.reason
+    r.transport.deregister(far.path.pairs[0][0])
 
 
 @pytest.mark.parametrize("op", list(Op))

@@ -41,6 +41,8 @@ class MoriioPeer(Peer):
         self.key_prefix = engine_key(info.incarnation)
         self.address = ""
         """Resolved by the job that connects."""
+        self.unproven = 0
+        """WRITEs of engines that are gone: what they have sent may still land at the peer."""
         self.fencing = False
         """A fence is under way: nothing may be posted to it."""
         self.thread = JobThread(f"kvxfer-moriio-{info.incarnation[:8]}", backend=BACKEND)

@@ -227,15 +227,17 @@ class Poster:
         self.advance(len(self._pending) + sum(len(g.calls) for g in tuple(self._published)))
         return self._pending
 
-    def ended(self, generation: Generation) -> None:
+    def ended(self, generation: Generation) -> list[Attempt]:
         """The engine of ``generation`` is gone.
 
-        Without queue pairs nothing lands here any more.  What a WRITE has sent may land there.
+        Without queue pairs nothing lands here any more.  What a WRITE has sent may land there: the
+        WRITEs that will never be proven drained are returned.
         """
         self.finish()
         proof = f"engine generation {generation.number} ended"
         error = EngineError(backend=BACKEND, message=f"{proof} before the call did")
         mine = [c for c in self._pending if c.connection.generation is generation]
+        touched: dict[Attempt, None] = {}
         self._pending = [c for c in self._pending if c.connection.generation is not generation]
         for call in mine:
             group = call.group
@@ -244,11 +246,14 @@ class Poster:
             if group.attempt.op is Op.WRITE:
                 group.unproven += 1
             self._settle(group, "" if group.attempt.op is Op.WRITE else proof)
+            touched[group.attempt] = None
         for call in [c for c in self._doubtful if c.connection.generation is generation]:
             del self._doubtful[call]
             if call.group.attempt.op is Op.READ:
                 call.group.unproven -= 1
                 self._settle(call.group, proof)
+            touched[call.group.attempt] = None
+        return [attempt for attempt in touched if not attempt.drained]
 
     def _over(self, call: Call) -> None:
         group = call.group

@@ -360,7 +360,11 @@ class MoriioTransport(Transport):
         generations = self._generations
         while generations.ended:
             generation = generations.ended.popleft()
-            self._poster.ended(generation)
+            for attempt in self._poster.ended(generation):
+                # It keeps no region of ours busy any more.
+                assert isinstance(attempt.path.peer, MoriioPeer)
+                attempt.path.peer.unproven += 1
+                attempt.path.settled(attempt)
             self._answer_fences(generation.number, None)
         while generations.failed_fences:
             self._answer_fences(*generations.failed_fences.popleft())
@@ -376,12 +380,13 @@ class MoriioTransport(Transport):
                 reason = f"no engine could be made to replace this one: {failure}"
                 answer.resolve(Fence(done=False, reason=reason))
                 continue
-            left = sum(
+            left = peer.unproven + sum(
                 not a.drained for path in self._paths_of(peer) for a in tuple(path.undrained)
             )
             reason = f"what {left} attempts have sent may still land at the peer" if left else ""
-            # Its keys to our memory died with the engine: nothing of the peer lands here.
-            answer.resolve(Fence(done=not left, reason=reason))
+            # Its keys to our memory died with the engine: nothing of the peer lands here. So did
+            # the queue pairs: nothing of ours reads there or here.
+            answer.resolve(Fence(done=not left, reason=reason, source_done=True))
 
     # ---- attempts --------------------------------------------------------------------------
 

@@ -135,6 +135,14 @@ def test_every_engine_suite_has_a_lane(scripts: Any) -> None:
     assert suites <= set(scripts.lane_table.ALL)
 
 
+def test_what_ci_leaves_out(scripts: Any) -> None:
+    """CI and its report cover every lane but the long soak, of which the mori lane has five
+    rounds."""
+    table = scripts.lane_table
+    assert set(table.LANES) - set(table.CI) == {"soak-mori"}
+    assert set(table.CI) - set(table.ALL) == {"lint"}
+
+
 def test_an_environment_is_made_once(scripts: Any) -> None:
     """A second call finds the stamp; a changed step makes the environment again."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
