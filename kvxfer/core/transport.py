@@ -316,7 +316,7 @@ class Transport(ABC):
     def on_change(self, waker: Callable[[], None] | None) -> None:
         """Have ``waker`` called, from any thread, whenever ``progress`` has news.
 
-        A hint to save latency: engines that must be polled never call it.
+        Where ``must_be_polled`` is false, nobody has to look before; elsewhere it is a mere hint.
         """
         self._waker = waker
 

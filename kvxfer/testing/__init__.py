@@ -1,6 +1,7 @@
 """Tools for testing backends and the code above them; part of the public API.
 
-``TransportTests`` (needs pytest), ``FaultyTransport`` with ``FaultPlan``, ``FakeClock``.
+``TransportTests`` and ``FaultTests`` (need pytest), ``FaultyTransport`` with ``FaultPlan``,
+``FakeClock``.  ``pytest --pyargs kvxfer.testing --kvxfer-backend NAME`` runs the suites by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvxfer.testing.clock import FakeClock
-    from kvxfer.testing.conformance import TransportTests
+    from kvxfer.testing.conformance import FaultTests, TransportTests
     from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
     from kvxfer.testing.faulty import FaultyTransport
     from kvxfer.testing.peer_process import PeerProcess
@@ -21,6 +22,7 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FaultPlan",
+    "FaultTests",
     "FaultyTransport",
     "PeerProcess",
     "TransportTests",
@@ -31,6 +33,7 @@ _WHERE = {
     "Fault": "faults",
     "FaultKind": "faults",
     "FaultPlan": "faults",
+    "FaultTests": "conformance",
     "FaultyTransport": "faulty",
     "PeerProcess": "peer_process",
     "TransportTests": "conformance",

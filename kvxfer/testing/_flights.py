@@ -43,13 +43,15 @@ class Never(Hold):
 class Flight:
     """One attempt of ours and what the wrapped engine does for it."""
 
-    __slots__ = ("fault", "hold", "inner", "outer", "to_post")
+    __slots__ = ("fault", "hold", "inner", "launching", "outer", "to_post")
 
     def __init__(self, outer: Attempt, fault: Fault | None, hold: Hold | None) -> None:
         self.outer = outer
         self.fault = fault
         self.hold = hold
         self.inner: Attempt | None = None
+        self.launching = False
+        """Another thread is inside the engine's ``post``."""
         self.to_post: Batch | None = None
         """What the engine gets once the fault is released."""
 
@@ -60,7 +62,9 @@ class Flight:
     @property
     def landed(self) -> bool:
         """Nothing of it can land any more, as far as the wrapped engine goes."""
-        return self.to_post is None and (self.inner is None or self.inner.drained)
+        if self.to_post is not None or (self.launching and self.inner is None):
+            return False
+        return self.inner is None or self.inner.drained
 
 
 class Mapped(Pollable[T], Generic[S, T]):

@@ -18,13 +18,20 @@ contract of ``kvxfer.core.transport``.
 from __future__ import annotations
 
 from kvxfer.testing.contract.base import IN_PROCESS, TWO_PROCESS
+from kvxfer.testing.contract.faulting import SurvivesFaults
 from kvxfer.testing.contract.moving import MovesBytes
 from kvxfer.testing.contract.reaching import ReachesPeers
 from kvxfer.testing.contract.refusing import Refuses
 from kvxfer.testing.contract.settling import Settles
+from kvxfer.testing.contract.telling import TellsTheTruth
 
-__all__ = ["IN_PROCESS", "TWO_PROCESS", "TransportTests"]
+__all__ = ["IN_PROCESS", "TWO_PROCESS", "FaultTests", "TransportTests"]
 
 
-class TransportTests(MovesBytes, Refuses, Settles, ReachesPeers):
+class TransportTests(MovesBytes, Refuses, Settles, ReachesPeers, TellsTheTruth):
     """All of the transport contract. See the module's text and ``contract.base`` for the hooks."""
+
+
+class FaultTests(SurvivesFaults):
+    """Every fault of ``FaultyTransport``, injected above the engine: what it claims is true of this
+    engine as well, so that code that was tested with such faults was tested with this engine."""

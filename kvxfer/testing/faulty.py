@@ -209,12 +209,14 @@ class FaultyTransport(Transport):
     def _launch(self, flight: Flight, batch: Batch) -> None:
         """Hand ``batch`` to the wrapped engine. What it raises, we raise."""
         outer = flight.outer
+        flight.launching = True  # ``progress`` on the other thread must not take it for landed
         self._add(flight)
         try:
             flight.inner = self.inner.post(outer.op, _inner_path(outer.path), batch, tag=flight)
         except BaseException:
             self._remove(flight)
             raise
+        flight.launching = False
         if flight.fault is None:
             self._mirror(flight)
 

@@ -14,7 +14,15 @@ from kvxfer.core.transport import Transport
 from kvxfer.core.verdict import Op
 from kvxfer.errors import ConfigError, InvalidInputError
 
-__all__ = ["HostMemory", "Memory", "ReadOnlyHostMemory", "digest", "load", "pattern"]
+__all__ = [
+    "HostMemory",
+    "MappedMemory",
+    "Memory",
+    "ReadOnlyHostMemory",
+    "digest",
+    "load",
+    "pattern",
+]
 
 
 class Memory(Protocol):
@@ -87,6 +95,15 @@ class ReadOnlyHostMemory(HostMemory):
     """Ordinary host memory, for engines that let peers READ it but not WRITE it."""
 
     ops: ClassVar[frozenset[Op]] = frozenset({Op.READ})
+
+
+class MappedMemory(HostMemory):
+    """Memory that peers of the ``shm`` backend map: they READ and WRITE it."""
+
+    def __init__(self, transport: Transport, nbytes: int, kind: MemoryKind) -> None:
+        from kvxfer.backends.shm import allocate_bytes
+
+        self._span = allocate_bytes(nbytes)
 
 
 def _check(span: Span, offset: int, nbytes: int) -> None:

@@ -12,8 +12,9 @@ from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
 from kvxfer.backends.mooncake import MooncakeConfig, Protocol
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.shm import ShmConfig
-from kvxfer.core.plugins import create_transport
-from kvxfer.errors import ConfigError
+from kvxfer.core.plugins import create_transport, load_backend
+from kvxfer.errors import ConfigError, MissingDependencyError
+from kvxfer.testing.expected import EXPECTED
 
 CONFIGS: list[Any] = [ShmConfig, LoopbackConfig, NixlConfig, MooncakeConfig]
 
@@ -84,6 +85,39 @@ def test_no_mapping_at_all(options: Any) -> None:
 
 
 # ---- create_transport ------------------------------------------------------------------------
+
+MAPPINGS = {
+    "loopback": ({"copy_in": "progress"}, "copyin", "copy_in"),
+    "shm": ({"workers": 1}, "wokers", "workers"),
+    "moriio": ({"poll_cq_mode": "event", "qp_per_transfer": 2}, "qp_per_transfers", "qp_per_"),
+    "nixl": ({"ucx_tls": "tcp"}, "ucx_tsl", "ucx_tls"),
+    "mooncake": ({"host": "127.0.0.1", "max_pieces": 64}, "hots", "host"),
+}
+"""Of each backend: a configuration as a file has it, a slip, and what was meant."""
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_every_backend_takes_a_mapping(name: str) -> None:
+    """Each backend of ours names the class of its configuration, which reads a mapping;
+    ``create_transport`` refuses an unknown key with the nearest one, before the engine is even
+    looked for.  With the engine there, the mapping is what the transport is made with."""
+    options, slip, meant = MAPPINGS[name]
+    backend = load_backend(name)
+    config = backend.config_type.from_options(options)
+    assert {key: getattr(config, key) for key in options} != {
+        key: getattr(backend.config_type(), key) for key in options
+    }
+    with pytest.raises(ConfigError, match=f"no option '{slip}'.*did you mean '{meant}"):
+        create_transport(name, {slip: 1})
+    try:
+        transport = create_transport(name, options)
+    except MissingDependencyError:
+        assert name in ("moriio", "nixl", "mooncake"), "it needs nothing that could be missing"
+        return
+    try:
+        assert vars(transport)["config"] == config
+    finally:
+        transport.close()
 
 
 def test_create_transport_takes_a_mapping_or_an_object() -> None:

@@ -6,18 +6,19 @@ Not collected by itself: ``test_suite_can_fail`` runs it in a subprocess.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 
 import attrs
 
-from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
+from kvxfer.backends.loopback import CANCELLED, CopyIn, LoopbackConfig, LoopbackTransport
 from kvxfer.backends.shm import ShmTransport
 from kvxfer.core.attempt import Attempt, AttemptState
 from kvxfer.core.batch import Batch, Members
 from kvxfer.core.pollable import Deferred, Ready
 from kvxfer.core.transport import Fence, Transport
 from kvxfer.core.verdict import EngineError, Op
-from kvxfer.errors import BackpressureError, PeerLostError
+from kvxfer.errors import BackpressureError, PeerLostError, RegionBusyError
 from kvxfer.testing.conformance import IN_PROCESS, TransportTests
 from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
 from kvxfer.testing.faulty import FaultyTransport
@@ -347,6 +348,87 @@ class TimeoutIsLost(Honest):
         super()._advance(budget)
 
 
+class KeepsTheProofToItself(Honest):
+    def _report(self, attempt):
+        if attempt.drained_by != CANCELLED:
+            super()._report(attempt)
+
+
+class ProvesHalfTooEarly(LandsAfterDisconnect):
+    """What it posted itself still lands, though it says that no such thing does."""
+
+    def _disconnect(self, peer):
+        super()._disconnect(peer)
+        return Ready(Fence(done=False, reason="who knows what they do", ours_done=True))
+
+
+class NamesTooFewQueues(Honest):
+    def _prepare(self, peer, pairs):
+        answer = super()._prepare(peer, pairs)
+        path = answer.poll()[0]
+        path.queues = path.queues[:1]
+        return answer
+
+
+class DescribesAnotherRegion(Honest):
+    def descriptor(self, region):
+        return attrs.evolve(region.descriptor, region_id=0)
+
+
+class LetsThemSleep(Honest):
+    must_be_polled = False
+
+    def _report(self, attempt):
+        self._changed.append(attempt)
+
+
+class DeclaresTheLivingDead(Honest):
+    def _advance(self, budget):
+        super()._advance(budget)
+        for peer in self.peers[:1]:
+            self._report_lost(peer)
+
+
+class ShowsDoneTooEarly(Honest):
+    times = 5
+
+    def _report(self, attempt):
+        if self.times:
+            self.times -= 1
+            attempt.drained = False
+            time.sleep(0.05)
+            attempt.drained = True
+        super()._report(attempt)
+
+
+class AnswersEveryThreadAnew(ChangesItsAnswer):
+    pass
+
+
+class LooksAtEveryPath(Honest):
+    def _advance(self, budget):
+        super()._advance(budget)
+        for peer in self.peers:
+            for _ in peer.paths:
+                sum(range(500))
+
+
+class KeepsRegionsOfClosedPaths(Honest):
+    def _close_path(self, path):
+        self.kept = [*getattr(self, "kept", []), *(region for region, _ in path.pairs)]
+
+    def _deregister(self, region):
+        if any(region is kept for kept in getattr(self, "kept", [])):
+            raise RegionBusyError("a path was here once")
+        super()._deregister(region)
+
+
+class LeavesAThread(Honest):
+    def __init__(self):
+        super().__init__()
+        threading.Thread(target=threading.Event().wait, args=(30,), daemon=True).start()
+
+
 class NeverEnds(FaultyTransport):
     """A lost peer leaves its attempts pending for ever."""
 
@@ -419,6 +501,17 @@ NOTICED_BY = {
     ChangesItsAnswer: "test_moves_exactly_the_pieces",
     CancelClaimsNothingLanded: "test_cancel_lies_about_nothing",
     ForgetsARegion: "test_region_says_what_was_registered",
+    KeepsTheProofToItself: "test_a_time_out_is_not_overwritten",
+    ProvesHalfTooEarly: "test_disconnect_fails_what_is_pending",
+    NamesTooFewQueues: "test_every_pair_names_its_queue",
+    DescribesAnotherRegion: "test_descriptor_addresses_the_region",
+    LetsThemSleep: "test_whoever_sleeps_is_woken",
+    DeclaresTheLivingDead: "test_lost_peers_have_ended",
+    ShowsDoneTooEarly: "test_posts_beside_progress",
+    AnswersEveryThreadAnew: "test_answers_are_for_any_thread",
+    LooksAtEveryPath: "test_idle_things_cost_nothing",
+    KeepsRegionsOfClosedPaths: "test_paths_come_and_go",
+    LeavesAThread: "test_close_frees_everything",
 }
 
 
@@ -433,7 +526,7 @@ class Sabotaged(TransportTests):
 
 class SabotagedWithPeers(TransportTests):
     backend = "shm"
-    memory = "test_conformance_shm:MappedMemory"
+    memory = "kvxfer.testing.memory:MappedMemory"
     timeout = 8.0
     engine: type[Transport]
 

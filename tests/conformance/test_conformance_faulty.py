@@ -67,7 +67,7 @@ class TestOverShm(Settles, ReachesPeers):
     """The wrapper beside an engine with threads, whose peers live in other processes."""
 
     backend = "shm"
-    memory = "test_conformance_shm:MappedMemory"
+    memory = "kvxfer.testing.memory:MappedMemory"
 
     def make_transport(self):
         return FaultyTransport(ShmTransport())

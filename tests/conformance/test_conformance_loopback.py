@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.backends.loopback import CopyIn, LoopbackConfig, LoopbackTransport
-from kvxfer.testing.conformance import IN_PROCESS, TransportTests
+from kvxfer.testing.conformance import IN_PROCESS, FaultTests, TransportTests
 
 
 class TestCopiesInPost(TransportTests):
@@ -22,3 +22,8 @@ class TestCopiesInProgress(TransportTests):
                 copy_in=CopyIn.PROGRESS, max_pieces=256, max_nbytes=8 << 20, credits=1024
             )
         )
+
+
+class TestFaults(FaultTests):
+    backend = "loopback"
+    modes = (IN_PROCESS,)

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from kvxfer.backends.shm import allocate_bytes
-from kvxfer.core.memory import MemoryKind, Span
-from kvxfer.core.transport import Transport
-from kvxfer.core.verdict import Op
-from kvxfer.testing.conformance import TransportTests
-from kvxfer.testing.memory import HostMemory
-
-
-class MappedMemory(HostMemory):
-    """Memory of ``shm.allocate_bytes``: peers map it."""
-
-    ops: ClassVar[frozenset[Op]] = frozenset(Op)
-
-    def __init__(self, transport: Transport, nbytes: int, kind: MemoryKind) -> None:
-        self._mapped: Span = allocate_bytes(nbytes)
-
-    @property
-    def span(self) -> Span:
-        return self._mapped
+from kvxfer.testing.conformance import FaultTests, TransportTests
 
 
 class TestMapped(TransportTests):
     backend = "shm"
-    memory = "test_conformance_shm:MappedMemory"
+    memory = "kvxfer.testing.memory:MappedMemory"
 
 
 class TestInPlace(TransportTests):
@@ -35,3 +15,8 @@ class TestInPlace(TransportTests):
 
     backend = "shm"
     memory = "kvxfer.testing.memory:ReadOnlyHostMemory"
+
+
+class TestFaults(FaultTests):
+    backend = "shm"
+    memory = "kvxfer.testing.memory:MappedMemory"

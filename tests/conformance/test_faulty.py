@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -333,3 +334,41 @@ def test_wrapped_transport_keeps_its_name_and_descriptors():
     path, _ = scene.peer_side.prepare(peer, pairs).poll()
     assert scene.peer_side.post(Op.READ, path, BATCH).state is AttemptState.DONE
     assert (scene.far == 1).all()
+
+
+class _Blocks(LoopbackTransport):
+    """An engine whose ``post`` waits inside, as those with ``may_block_in_post`` do."""
+
+    inside, go_on = None, None
+
+    def _post(self, attempt):
+        self.inside.set()
+        assert self.go_on.wait(30)
+        super()._post(attempt)
+
+
+@pytest.mark.parametrize("kind", ["fail", "fail_drained"])
+def test_nothing_is_drained_while_the_engine_is_inside_post(kind):
+    """``progress`` runs while another thread is inside the engine's ``post``: the attempt, whose
+    pieces land only then, is neither failed nor drained before."""
+    near, far = np.zeros(64, np.uint8), np.full(64, 2, np.uint8)
+    engine = _Blocks()
+    engine.inside, engine.go_on = threading.Event(), threading.Event()
+    faulty = FaultyTransport(engine, FaultPlan(posts=[fault(kind)]))
+    peer_side = LoopbackTransport()
+    local, remote = faulty.register(span_of(near)), peer_side.register(span_of(far))
+    peer, _ = faulty.connect(peer_side.local_info()).poll()
+    path, _ = faulty.prepare(peer, [(local, remote.descriptor)]).poll()
+    posted = []
+    poster = threading.Thread(target=lambda: posted.append(faulty.post(Op.READ, path, BATCH)))
+    poster.start()
+    assert engine.inside.wait(30)
+    faulty.release()
+    assert faulty.progress() == []
+    (attempt,) = path.undrained
+    assert facts(attempt) == (AttemptState.PENDING, Accepted.UNKNOWN, False)
+    engine.go_on.set()
+    poster.join(30)
+    assert posted == faulty.progress() == [attempt]
+    assert facts(attempt) == (AttemptState.FAILED, Accepted.UNKNOWN, True)
+    assert (near.reshape(8, 8) == 2).all(axis=1).sum() == 4

@@ -6,6 +6,11 @@ A Python block runs unless a comment on the line before it says why not::
     ```python
 
 The blocks of one page run in order, as one program in a fresh interpreter.
+
+A block that is a part of a file of the source says so, and is compared with it::
+
+    <!-- part of src/kvxfer_sample/transport.py -->
+    ```python
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})\s*(?P<language>\S*)")
+_PART = re.compile(r"<!--\s*part of (?P<file>\S+)\s*-->")
 _EXCUSE = re.compile(r"<!--\s*not run:\s*(?P<reason>.*?)\s*-->")
 
 
@@ -30,6 +36,7 @@ class Block:
     language: str
     code: str
     excuse: str | None
+    part_of: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page}, line {self.line}"
@@ -55,6 +62,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
             i += 1
             continue
         excuse = _EXCUSE.search(lines[i - 1]) if i else None
+        part = _PART.search(lines[i - 1]) if i else None
         start = i + 1
         closing = re.compile(rf"^\s*{re.escape(fence['ticks'])}\s*$")
         end = start
@@ -65,7 +73,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
         indent = len(fence["indent"])
         code = "\n".join(line[indent:] for line in lines[start:end])
         reason = excuse["reason"] if excuse else None
-        found.append(Block(page, start + 1, fence["language"], code, reason))
+        file = part["file"] if part else None
+        found.append(Block(page, start + 1, fence["language"], code, reason, file))
         i = end + 1
     return found
 

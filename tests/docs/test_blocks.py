@@ -1,4 +1,5 @@
-"""What the pages show works: every Python block runs, or says why it cannot."""
+"""What the pages show works: every Python block runs, is a part of a file that tests run, or says
+why it cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ import kvxfer
 # hide Python from the tests.
 OTHER_LANGUAGES = {"shell", "text", "toml", "json", "{toctree}", "{eval-rst}"}
 
-RUN = [block for block in all_blocks() if is_python(block) and block.excuse is None]
+RUN = [
+    block
+    for block in all_blocks()
+    if is_python(block) and block.excuse is None and block.part_of is None
+]
 PROGRAMS = [
     pytest.param(list(group), id=page) for page, group in groupby(RUN, key=lambda b: b.page)
 ]

@@ -9,9 +9,11 @@ from typing import ClassVar
 import pytest
 
 from kvxfer.backends.moriio import MoriioConfig, PollMode
-from kvxfer.testing.conformance import TransportTests
+from kvxfer.core.plugins import create_transport
+from kvxfer.testing.conformance import FaultTests, TransportTests
 from kvxfer.testing.contract.base import TWO_PROCESS
 from kvxfer.testing.contract.settling import Settles
+from kvxfer.testing.expected import EXPECTED
 
 
 class OnSoftRdma:
@@ -93,3 +95,20 @@ class TestHeldSpread(TestMoriioHeld):
 
     modes = (TWO_PROCESS,)
     options: ClassVar = {"config": {"rehearse": False, "qp_per_transfer": 2, "post_batch_size": 4}}
+
+
+class TestFaults(OnSoftRdma, FaultTests):
+    """Every fault of ``FaultyTransport``, above the engine."""
+
+    backend = "moriio"
+    modes = (TWO_PROCESS,)
+
+
+def test_capabilities_are_the_expected_ones(softrdma):
+    """The engine, as it comes, says what the committed table holds; what is skipped follows from
+    that."""
+    transport = create_transport("moriio", {})
+    try:
+        assert transport.capabilities == EXPECTED["moriio"].capabilities
+    finally:
+        transport.close()

@@ -44,6 +44,7 @@ class MovesBytes(ContractBase):
             assert attempt.accepted is Accepted.ALL
             assert attempt.nbytes == attempt.batch.nbytes
             assert attempt.error is None
+        assert not rig.path.undrained
 
     def test_post_takes_what_it_is_given(self, pair: Pair, op: Op) -> None:
         """The attempt carries the op, path, batch and tag of its post."""

@@ -140,7 +140,10 @@ class ReachesPeers(ContractBase):
         self._mostly_quickly("progress", pair.near.pump)
         pair.done(busy)
         self._mostly_quickly("an idle progress", pair.near.pump)
-        self._quickly("fence", lambda: transport.fence(peer))
+        self._mostly_quickly("lost_peers", transport.lost_peers)
+        self._mostly_quickly("local_info", transport.local_info)
+        fencing = self._quickly("fence", lambda: transport.fence(peer))
+        self._mostly_quickly("poll", fencing.poll)
         self._quickly("disconnect", lambda: transport.disconnect(peer))
 
     @two_process
@@ -195,6 +198,7 @@ class ReachesPeers(ContractBase):
             attempts = pair.post_all(op, rig.path, batch)
             pair.move(op, other.path, batch)
             other.expect(op, batch)
+            assert not transport.lost_peers(), "who stands still has not ended"
         finally:
             stopped.resume()
         pair.ended(attempts, "attempts with the stopped peer")

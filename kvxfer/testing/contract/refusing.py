@@ -30,18 +30,27 @@ class Refuses(ContractBase):
     """Wrong arguments, closed things and older incarnations."""
 
     def test_describes_itself(self, pair: Pair) -> None:
-        """Name, capabilities and incarnation are constant; ``local_info`` carries the latter, and
-        no two transports share it."""
+        """Name, capabilities and incarnation are constant; ``local_info`` has the latter, no two
+        transports share it, and what admits to the engine is in no ``repr``."""
         transport = pair.near.transport
         info = transport.local_info()
         assert transport.name
         assert info.transport == transport.name
         assert info.incarnation == transport.incarnation
-        assert transport.capabilities == transport.capabilities
-        assert transport.capabilities.ops, "an engine that can do nothing"
+        caps = transport.capabilities
+        assert caps.ops, "an engine that can do nothing"
         assert pair.far.info.transport == transport.name
         assert pair.far.info.incarnation != info.incarnation
         assert transport.local_info() == info
+        assert (4 in caps.ip_versions or 6 in caps.ip_versions) or not caps.ip_versions
+        assert not (caps.process_local and caps.ip_versions)
+        if len(info.data) > 8:
+            assert repr(info.data)[2:-1] not in repr(info)
+        buffers = self.buffers(pair, pair.far, [4096])
+        path = pair.prepare(pair.connect(), buffers)
+        pair.move(self.usable(caps)[0], path, whole(4096))
+        transport.close()
+        assert transport.capabilities == caps
 
     def test_region_says_what_was_registered(self, pair: Pair) -> None:
         """A region keeps its span; its descriptor names transport, incarnation, size and kind, and
@@ -75,13 +84,16 @@ class Refuses(ContractBase):
 
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_out_of_range_is_refused(self, pair: Pair, op: Op, side: str) -> None:
-        """One piece that leaves its region, by one byte or by far, refuses the whole batch."""
+        """One piece that leaves its region, by one byte or by far, refuses the batch; the error
+        names it, where it ends and what the region has."""
         rig = self.rig(pair, [4096, 4096])
         for offset, size in ((4096 - 63, 64), (4096, 1), (1 << 40, 64), (2**63 - 64, 64)):
             at = {"local": 0, "remote": 0, side: offset}
             batch = Batch([0, 1, 1], [0, at["local"], 512], [0, at["remote"], 512], [64, size, 64])
-            with pytest.raises(InvalidInputError, match=f"piece 1 .*{side}"):
+            with pytest.raises(InvalidInputError, match=f"piece 1 .*{side}") as refused:
                 pair.post_once(op, rig.path, batch)
+            assert str(offset + size) in str(refused.value)
+            assert "4096 bytes" in str(refused.value)
         with pytest.raises(InvalidInputError, match="pair"):
             pair.post_once(op, rig.path, Batch([0, 2], [0, 0], [0, 0], [64, 64]))
         self._works_and_nothing_else_moved(rig, rig.path, op)

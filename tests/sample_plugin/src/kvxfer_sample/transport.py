@@ -6,6 +6,7 @@ It uses nothing but kvxfer's public contract, and passes the conformance suite.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ class SampleTransport(Transport):
         super().__init__(incarnation=incarnation)
         self.greeting = greeting
         self._regions: dict[int, Region] = {}
+        self._region_ids = itertools.count()
         self._fenced: set[str] = set()
         _homes[self.incarnation] = self
 
@@ -53,7 +55,7 @@ class SampleTransport(Transport):
         if span.kind is not MemoryKind.DRAM:
             raise InvalidInputError(f"{self.greeting}, no {span.kind.value} here")
         with _moving:
-            region_id = max(self._regions, default=-1) + 1
+            region_id = next(self._region_ids)  # never one that a peer may still know
             descriptor = Descriptor(
                 transport=self.name,
                 incarnation=self.incarnation,
