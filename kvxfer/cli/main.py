@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli import keys, sim
+from kvxfer.cli import doctor, keys, plugins, sim
 from kvxfer.cli.demo.geometry import GEOMETRIES
 from kvxfer.cli.demo.plan import FAULT_LEVELS, Sabotage
 from kvxfer.errors import KvxferError
@@ -31,9 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="move blocks between two processes, with faults"))
-    plugins = commands.add_parser("plugins", help="list backends, classifiers and retry policies")
-    plugins.add_argument("--load", action="store_true", help="import each of them as well")
-    plugins.set_defaults(run=_plugins)
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="what this host can do, what is missing, the next step")
+    )
+    plugins.add_arguments(
+        commands.add_parser("plugins", help="list backends, classifiers and retry policies")
+    )
     keys.add_arguments(
         commands.add_parser("keys", help="keys and allow-list of the control channel")
     )
@@ -79,16 +82,3 @@ def _demo(arguments: argparse.Namespace) -> int:
         lease=3.0 if sabotage is Sabotage.DROP_RELEASE else 10.0,
     )
     return run(plan, as_json=arguments.json)
-
-
-def _plugins(arguments: argparse.Namespace) -> int:
-    from kvxfer.core.plugins import PluginGroup, list_plugins
-
-    broken = 0
-    for group in PluginGroup:
-        sys.stdout.write(f"{group.value}\n")
-        for info in list_plugins(group, load=arguments.load):
-            broken += bool(info.error)
-            problem = f"  PROBLEM: {info.error}" if info.error else ""
-            sys.stdout.write(f"  {info.name:<12} {info.distribution} {info.target}{problem}\n")
-    return 1 if broken else 0

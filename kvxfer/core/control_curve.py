@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import zmq
+import zmq.utils.z85
 
 from kvxfer.core.keys import KeyPair, Security, key_name, read_allow_list, read_key_pair
 from kvxfer.errors import ConfigError, InvalidInputError, KvxferError, MissingDependencyError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvxfer.core.address import Address
     from kvxfer.core.control_hub import Hub
 
-__all__ = ["Candidate", "CurveAuth", "generate_key_pair", "require_curve"]
+__all__ = ["Candidate", "CurveAuth", "generate_key_pair", "public_of", "require_curve"]
 
 logger = logging.getLogger("kvxfer.control")
 
@@ -61,6 +62,18 @@ def generate_key_pair(name: str = "") -> KeyPair:
     require_curve()
     public, secret = (parse_key(key.decode()) for key in zmq.curve_keypair())
     return KeyPair(name=name or key_name(public), public=public, secret=secret)
+
+
+def public_of(secret: bytes) -> bytes:
+    """The public key that belongs to a secret one.
+
+    Raises:
+        MissingDependencyError: this libzmq was built without CURVE.
+    """
+    from kvxfer.core.keys import parse_key
+
+    require_curve()
+    return parse_key(zmq.curve_public(zmq.utils.z85.encode(secret)).decode())
 
 
 @attrs.frozen

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvxfer.core.batch import Batch
+    from kvxfer.core.hostcheck import HostCheck
 
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
 
@@ -280,6 +281,14 @@ class Transport(ABC):
 
     def cancel(self, attempt: Attempt) -> None:
         """Behind ``Attempt.request_cancel``. Default: the engine cannot cancel; ignored."""
+
+    @classmethod
+    def host_checks(cls) -> Sequence[HostCheck]:
+        """What ``kvxfer doctor`` should look at, in order, before it starts the engine.
+
+        Called, like the checks themselves, in a process of its own.  Default: nothing.
+        """
+        return ()
 
     def descriptor(self, region: Region) -> Descriptor:
         """How peers address ``region`` now. Default: the same for the life of the region."""

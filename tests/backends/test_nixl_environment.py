@@ -38,7 +38,7 @@ def test_nothing_to_say(machine: Machine, environ: dict[str, str]) -> None:
         (RDMA, {"UCX_MODULES": "^ib"}, Level.WARNING, "mlx5_0"),
         (RDMA, {"UCX_TLS": "tcp"}, Level.WARNING, "mlx5_0"),
         (Machine(distributions={"nixl": "1.5.1"}), {}, Level.ERROR, "nixl-cu12"),
-        (Machine(), {}, Level.ERROR, "not installed"),
+        (Machine(), {}, Level.MISSING, "not installed"),
         (
             Machine(distributions={"nixl": "1.5.2", "nixl-cu12": "1.5.1"}),
             {},

@@ -19,7 +19,7 @@ from kvxfer.errors import ConfigError, MissingDependencyError, TransportError, W
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["DONE", "UNDER_WAY", "Engine"]
+__all__ = ["DISTRIBUTIONS", "DONE", "UNDER_WAY", "Engine"]
 
 UNDER_WAY = 0
 DONE = 1
@@ -29,7 +29,7 @@ TIMED_OUT = -2
 _SELF_S = 5.0
 """Seconds within which an engine that just started must describe itself."""
 
-_DISTRIBUTIONS = (
+DISTRIBUTIONS = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
@@ -53,7 +53,7 @@ def _load() -> ModuleType:
 
 def installed_version() -> str:
     """Name and version of the engine's distribution, empty if none of the known ones is there."""
-    for name in _DISTRIBUTIONS:
+    for name in DISTRIBUTIONS:
         try:
             return f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:

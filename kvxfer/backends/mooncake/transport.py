@@ -31,6 +31,7 @@ from kvxfer.errors import HandshakeError, InvalidInputError, StaleError, WireErr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvxfer.core.hostcheck import HostCheck
     from kvxfer.core.memory import Span
 
 __all__ = ["MooncakeTransport"]
@@ -68,6 +69,12 @@ class MooncakeTransport(Transport):
 
     name: ClassVar[str] = messages.BACKEND
     config_type: ClassVar[type[MooncakeConfig]] = MooncakeConfig
+
+    @classmethod
+    def host_checks(cls) -> Sequence[HostCheck]:
+        from kvxfer.backends.mooncake.hostchecks import CHECKS
+
+        return CHECKS
 
     def __init__(
         self, config: MooncakeConfig | None = None, *, incarnation: str | None = None

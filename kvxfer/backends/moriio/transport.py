@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from kvxfer.backends.moriio.binding import Memory, Remote
     from kvxfer.core.attempt import Attempt
+    from kvxfer.core.hostcheck import HostCheck
     from kvxfer.core.memory import Span
 
 __all__ = ["MoriioTransport"]
@@ -88,6 +89,12 @@ class MoriioTransport(Transport):
 
     name: ClassVar[str] = BACKEND
     config_type: ClassVar[type[MoriioConfig]] = MoriioConfig
+
+    @classmethod
+    def host_checks(cls) -> Sequence[HostCheck]:
+        from kvxfer.backends.moriio.hostchecks import CHECKS
+
+        return CHECKS
 
     def __init__(
         self, config: MoriioConfig | None = None, *, incarnation: str | None = None

@@ -49,7 +49,7 @@ def check(
         *_rdma(machine, tls, environ),
         *_progress(config, tls),
     ]
-    return sorted(found, key=lambda finding: finding.level is not Level.ERROR)
+    return sorted(found, key=lambda finding: finding.level is Level.WARNING)
 
 
 def _error(what: str, next_step: str) -> Finding:
@@ -67,9 +67,12 @@ def _installation(machine: Machine, environ: Mapping[str, str]) -> list[Finding]
     if meta is None or not wheels:
         missing = "the nixl package" if meta is None else f"any of {', '.join(_WHEELS)}"
         found.append(
-            _error(
-                f"{missing} is not installed",
-                "pip install nixl; without torch: pip install --no-deps nixl nixl-cu12 nixl-cu13",
+            Finding(
+                backend=BACKEND,
+                level=Level.ERROR if meta or wheels else Level.MISSING,
+                what=f"{missing} is not installed",
+                next_step="pip install nixl; without torch: pip install --no-deps nixl nixl-cu12 "
+                "nixl-cu13",
             )
         )
     found += [

@@ -34,6 +34,7 @@ from kvxfer.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvxfer.core.hostcheck import HostCheck
     from kvxfer.core.memory import Span
 
 __all__ = ["NixlTransport"]
@@ -76,6 +77,12 @@ class NixlTransport(Transport):
 
     name: ClassVar[str] = BACKEND
     config_type: ClassVar[type[NixlConfig]] = NixlConfig
+
+    @classmethod
+    def host_checks(cls) -> Sequence[HostCheck]:
+        from kvxfer.backends.nixl.hostchecks import CHECKS
+
+        return CHECKS
 
     def __init__(self, config: NixlConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)

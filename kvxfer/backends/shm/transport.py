@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from kvxfer.backends.shm.messages import Message
     from kvxfer.core.attempt import Attempt
+    from kvxfer.core.hostcheck import HostCheck
 
 __all__ = ["ShmTransport"]
 
@@ -84,6 +85,12 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = messages.BACKEND
     config_type: ClassVar[type[ShmConfig]] = ShmConfig
+
+    @classmethod
+    def host_checks(cls) -> Sequence[HostCheck]:
+        from kvxfer.backends.shm.hostchecks import CHECKS
+
+        return CHECKS
 
     def __init__(self, config: ShmConfig | None = None, *, incarnation: str | None = None) -> None:
         super().__init__(incarnation=incarnation)
