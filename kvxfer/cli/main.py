@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvxfer.cli import doctor, keys, plugins, sim
+from kvxfer.cli.bench import command as bench
 from kvxfer.cli.demo.geometry import GEOMETRIES
 from kvxfer.cli.demo.plan import FAULT_LEVELS, Sabotage
 from kvxfer.errors import KvxferError
@@ -31,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="move blocks between two processes, with faults"))
+    bench.add_arguments(
+        commands.add_parser("bench", help="measure the backends of this host beside baselines")
+    )
     doctor.add_arguments(
         commands.add_parser("doctor", help="what this host can do, what is missing, the next step")
     )

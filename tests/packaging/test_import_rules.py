@@ -76,6 +76,7 @@ OWNERS = {
     "tenacity": ("kvxfer.policies",),
     "rich": ("kvxfer.cli",),
     "typer": ("kvxfer.cli",),
+    "matplotlib": ("kvxfer.cli.bench.plots",),
     "mori": ("kvxfer.backends.moriio", "kvxfer.testing.softrdma"),
     "nixl": ("kvxfer.backends.nixl",),
     "nixl_cu12": ("kvxfer.backends.nixl",),

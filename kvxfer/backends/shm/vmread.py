@@ -69,20 +69,24 @@ def read_pieces(
         ReadFailed: the process changed, or the kernel refused or stopped.
     """
     _demand(check)
-    done, within = 0, 0  # whole pieces, and bytes of the piece after them
+    here, there = _iovecs(target, size), _iovecs(source, size)
+    ends = np.cumsum(size)
+    done, moved = 0, 0  # whole pieces, and all bytes
     while done < len(size):
-        count = _fitting(size[done : done + MAX_IOVECS], within)
-        local = _iovecs(target, size, done, count, within)
-        remote = _iovecs(source, size, done, count, within)
-        got = _readv(pid, local.ctypes.data, count, remote.ctypes.data, count, 0)
+        count = _fitting(ends[done : done + MAX_IOVECS] - moved)
+        got = _readv(pid, _row(here, done), count, _row(there, done), count, 0)
         code = ctypes.get_errno() if got < 0 else 0
         _demand(check)
         if got <= 0:
-            raise ReadFailed(_explain(pid, code, remote, local))
-        within += got
-        while done < len(size) and within >= size[done]:
-            within -= int(size[done])
-            done += 1
+            raise ReadFailed(_explain(pid, code, int(there[done, 0]), int(here[done, 0])))
+        before, moved = moved, moved + got
+        done += int(np.searchsorted(ends[done : done + count], moved, side="right"))
+        if done < len(size):
+            # The kernel may stop within a piece: the next call goes on there.
+            begun = moved - max(before, int(ends[done - 1]) if done else 0)
+            for vectors in (here, there):
+                vectors[done, 0] += np.uint64(begun)
+                vectors[done, 1] -= np.uint64(begun)
 
 
 def _demand(check: Callable[[], Message | None]) -> None:
@@ -91,27 +95,25 @@ def _demand(check: Callable[[], Message | None]) -> None:
         raise ReadFailed(wrong.engine())
 
 
-def _fitting(size: Int64Array, within: int) -> int:
+def _fitting(ends: Int64Array) -> int:
     """How many of these pieces one call takes; the last may be longer than the call moves."""
-    ends = np.cumsum(size) - within
-    return min(int(np.searchsorted(ends, MAX_BYTES)) + 1, len(size))
+    return min(int(np.searchsorted(ends, MAX_BYTES)) + 1, len(ends))
 
 
-def _iovecs(
-    address: Int64Array, size: Int64Array, start: int, count: int, within: int
-) -> npt.NDArray[np.uint64]:
-    vectors = np.empty((count, 2), dtype=np.uint64)  # struct iovec: base, length
-    vectors[:, 0] = address[start : start + count]
-    vectors[:, 1] = size[start : start + count]
-    vectors[0, 0] += np.uint64(within)
-    vectors[0, 1] -= np.uint64(within)
+def _iovecs(address: Int64Array, size: Int64Array) -> npt.NDArray[np.uint64]:
+    vectors = np.empty((len(size), 2), dtype=np.uint64)  # struct iovec: base, length
+    vectors[:, 0] = address
+    vectors[:, 1] = size
     return vectors
 
 
-def _explain(
-    pid: int, code: int, remote: npt.NDArray[np.uint64], local: npt.NDArray[np.uint64]
-) -> EngineError:
-    there, here = int(remote[0, 0]), int(local[0, 0])
+def _row(vectors: npt.NDArray[np.uint64], index: int) -> int:
+    """The address of one row."""
+    return int(vectors.ctypes.data) + index * vectors.strides[0]
+
+
+def _explain(pid: int, code: int, there: int, here: int) -> EngineError:
+    """``there`` and ``here``: the addresses at which it stopped."""
     if code == errno.EPERM:
         return messages.NOT_PERMITTED.engine(f"process {pid}", code)
     if code == errno.ESRCH:

@@ -86,8 +86,10 @@ def test_more_bytes_than_one_call_moves(monkeypatch):
     asked = []
 
     def limited(pid, local, n, remote, m, flags):  # noqa: PLR0917 - the kernel's order
-        view = np.ctypeslib.as_array(ctypes.cast(local, ctypes.POINTER(ctypes.c_uint64)), (n, 2))
-        other = np.ctypeslib.as_array(ctypes.cast(remote, ctypes.POINTER(ctypes.c_uint64)), (m, 2))
+        given = ctypes.POINTER(ctypes.c_uint64)
+        # The kernel leaves what it is given as it is.
+        view = np.ctypeslib.as_array(ctypes.cast(local, given), (n, 2)).copy()
+        other = np.ctypeslib.as_array(ctypes.cast(remote, given), (m, 2)).copy()
         left, used = 1000, 0
         for used in range(n):  # as the kernel does: the rest of the request is cut off
             take = min(int(view[used, 1]), left)
@@ -96,7 +98,7 @@ def test_more_bytes_than_one_call_moves(monkeypatch):
             if not left:
                 break
         asked.append(used + 1)
-        return real(pid, local, used + 1, remote, used + 1, flags)
+        return real(pid, view.ctypes.data, used + 1, other.ctypes.data, used + 1, flags)
 
     monkeypatch.setattr(vmread, "_readv", limited)
     monkeypatch.setattr(vmread, "MAX_BYTES", 1000)
