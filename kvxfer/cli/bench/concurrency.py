@@ -10,8 +10,7 @@ import numpy as np
 from kvxfer.cli.bench.plan import Cell
 from kvxfer.cli.bench.rig import Rig
 from kvxfer.cli.bench.shapes import batch_of
-from kvxfer.core.attempt import Attempt, AttemptState
-from kvxfer.errors import BackpressureError, TransportError
+from kvxfer.errors import TransportError
 
 __all__ = ["PERCENTILES", "latencies"]
 
@@ -25,57 +24,32 @@ _BATCHES = 64
 def latencies(rig: Rig, cell: Cell, under_way: int, *, seconds: float, seed: int) -> dict[str, Any]:
     """Keep ``under_way`` transfers of ``cell`` in flight; one row of the result, in milliseconds.
 
-    A transfer's latency is from its first ``post`` call on, also where the engine refused that one
-    for a full queue.
+    A transfer's latency counts from when it was to be posted, also while it waits for room in the
+    engine's queue.
     """
     rng = np.random.default_rng(seed)
     batches = [batch_of(cell, rig.nbytes, rng) for _ in range(_BATCHES)]
-    waiting: dict[Attempt, _Flight] = {}
     took: list[float] = []
-    refused = begun = 0
+    begun = 0
     start = time.perf_counter()
-    pending: _Flight | None = None
     while True:
-        now = time.perf_counter()
-        over = now - start > seconds and begun >= _LEAST
-        if over and not waiting:
+        spent = time.perf_counter() - start
+        over = spent > seconds and begun >= _LEAST
+        if over and begun == len(took):
             break
-        if now - start > seconds + 60.0:
+        if spent > seconds + 60.0:
             raise TransportError(f"{rig.contender.label}: transfers did not end within a minute")
-        while not over and len({id(f) for f in waiting.values()}) < under_way:
-            pending = pending or _Flight(time.perf_counter())
-            try:
-                attempts = rig.post(batches[begun % _BATCHES])
-            except BackpressureError:
-                refused += 1
-                break
-            pending.left = len(attempts)
-            waiting.update(dict.fromkeys(attempts, pending))
-            pending = None
+        while not over and begun - len(took) < under_way:
+            rig.begin(batches[begun % _BATCHES])
             begun += 1
-        for attempt in rig.look():
-            if not attempt.terminal or attempt not in waiting:
-                continue
-            if attempt.state is not AttemptState.DONE:
-                raise TransportError(f"{rig.contender.label}: {attempt.error}")
-            flight = waiting.pop(attempt)
-            flight.left -= 1
-            if not flight.left:
-                took.append(time.perf_counter() - flight.start)
-    spent = time.perf_counter() - start
+        for flight in rig.look():
+            if flight.error:
+                raise TransportError(f"{rig.contender.label}: {flight.error}")
+            took.append(time.perf_counter() - flight.began)
     percentiles = np.percentile(np.array(took) * 1e3, PERCENTILES)
     return {
         "under_way": under_way,
         "transfers": len(took),
-        "refused_posts": refused,
         "gb_per_s": round(len(took) * cell.nbytes / spent / 1e9, 3),
         **{f"p{p}_ms": round(float(x), 4) for p, x in zip(PERCENTILES, percentiles, strict=True)},
     }
-
-
-class _Flight:
-    __slots__ = ("left", "start")
-
-    def __init__(self, start: float) -> None:
-        self.start = start
-        self.left = 0

@@ -103,11 +103,11 @@ def _nixl(rig: Rig) -> Baseline:
 
 def _moriio(rig: Rig) -> Baseline:
     """A session's ``read`` with a status that is asked for."""
-    from kvxfer.backends.moriio.binding import new_status, verdict_of
+    from kvxfer.backends.moriio.binding import status_class, verdict_of
 
     path: Any = rig.path
     session = path.lanes[0].whole.session
-    uids = itertools.count(1 << 40)
+    uids, new_status = itertools.count(1 << 40), status_class()
 
     def call(batch: Batch) -> None:
         status = new_status()

@@ -73,7 +73,7 @@ def _bandwidth(figure: Any, measured: list[dict[str, Any]]) -> None:
     panels[0].set_ylabel("bandwidth (GB/s)")
     figure.suptitle("Bandwidth of one READ, most blocks that were measured")
     # Below the panels: no curve runs through it.
-    curves = {}
+    curves: dict[str, Any] = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
         curves.update(zip(labels, handles, strict=True))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvxfer.cli.bench.plan import Cell
-from kvxfer.cli.bench.rig import Rig
+from kvxfer.cli.bench.rig import Flight, Rig
 from kvxfer.cli.bench.shapes import batch_of
-from kvxfer.core.attempt import Attempt, AttemptState
-from kvxfer.errors import BackpressureError, KvxferError
 
 __all__ = ["recovery"]
 
@@ -40,8 +39,8 @@ class _Run:
         rng = np.random.default_rng(seed)
         self.batches = [batch_of(cell, rig.nbytes, rng) for _ in range(64)]
         self.path = rig.path
-        self.under_way: dict[Attempt, None] = {}
-        self.posted = 0
+        self.under_way: set[Flight] = set()
+        self.begun = 0
         self.done: list[tuple[float, int]] = []
         """When transfers ended well, and their bytes."""
         self.failed = 0
@@ -60,6 +59,7 @@ class _Run:
             self.noticed = time.perf_counter() - killed
             self.failed += len(self.under_way)  # given up: the dead peer's
             self.under_way.clear()
+            self.rig.forget_waiting()
             self.rig.transport.disconnect(self.path.peer)
             self.rig.path = self.path = self.rig.reach(second)
             self.trouble = ""
@@ -82,24 +82,15 @@ class _Run:
             "gb_per_s": self._curve(start, end),
         }
 
-    def _pump(self, enough: Any) -> None:
+    def _pump(self, enough: Callable[[], bool]) -> None:
         """Keep transfers under way until ``enough()``, or until there is trouble."""
-        while not enough():
-            while len(self.under_way) < _UNDER_WAY and not self.trouble:
-                try:
-                    attempts = self.rig.post(self.batches[self.posted % 64], self.path)
-                except BackpressureError:
-                    break
-                except KvxferError as error:
-                    self.trouble = self.trouble or str(error)
-                    break
-                self.posted += 1
-                self.under_way.update(dict.fromkeys(attempts))
+        while not (enough() or self.trouble):
+            while len(self.under_way) < _UNDER_WAY:
+                self.under_way.add(self.rig.begin(self.batches[self.begun % 64], self.path))
+                self.begun += 1
             self._collect()
             if self.path.peer in self.rig.transport.lost_peers():
                 self.trouble = self.trouble or "the engine says that the peer is lost"
-            if self.trouble:
-                return
 
     def _pump_out(self) -> None:
         until = time.perf_counter() + _PATIENCE
@@ -107,15 +98,15 @@ class _Run:
             self._collect()
 
     def _collect(self) -> None:
-        for attempt in self.rig.look(0.005):
-            if not attempt.terminal or attempt not in self.under_way:
-                continue
-            del self.under_way[attempt]
-            if attempt.state is AttemptState.DONE:
-                self.done.append((time.perf_counter(), attempt.batch.nbytes))
-            else:
+        for flight in self.rig.look(0.005):
+            if flight not in self.under_way:
+                continue  # given up before
+            self.under_way.discard(flight)
+            if flight.error:
                 self.failed += 1
-                self.trouble = self.trouble or str(attempt.error)
+                self.trouble = self.trouble or flight.error
+            else:
+                self.done.append((time.perf_counter(), flight.nbytes))
 
     def _curve(self, start: float, end: float) -> list[float]:
         buckets = np.zeros(int((end - start) / _BUCKET) + 1)
