@@ -15,7 +15,7 @@ from mori import cpp
 from mori_rig import scattered
 
 from kvxfer.backends.moriio import MoriioConfig, MoriioTransport, PollMode
-from kvxfer.backends.moriio.environment import UNRELATED, VARIABLES
+from kvxfer.backends.moriio.variables import UNRELATED, VARIABLES
 from kvxfer.core.plugins import create_transport
 from kvxfer.errors import ConfigError, TransportError
 

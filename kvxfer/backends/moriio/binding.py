@@ -13,11 +13,11 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from kvxfer.backends.moriio.address import hang_up
 from kvxfer.backends.moriio.config import MoriioConfig
 from kvxfer.backends.moriio.environment import environment_for
+from kvxfer.backends.moriio.settings import gpu_backends, rdma_settings
+from kvxfer.backends.moriio.values import Memory, PeerFailure, Remote
 from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.core.memory import MemoryKind
 from kvxfer.core.verdict import EngineError
@@ -49,40 +49,6 @@ __all__ = [
 BACKEND = "moriio"
 
 _log = LimitedLog(logging.getLogger("kvxfer.backends.moriio"))
-
-
-@attrs.frozen(kw_only=True)
-class Memory:
-    """A memory descriptor of the engine, ours or a peer's."""
-
-    raw: Any = attrs.field(repr=False)
-    engine_key: str
-    nbytes: int
-    kind: MemoryKind
-    place: tuple[int, int, int]
-    """Device, kind and NUMA node: one half of what the engine chooses a queue pair by."""
-
-    def pack(self) -> bytes:
-        return bytes(self.raw.pack())
-
-
-@attrs.frozen(kw_only=True)
-class Remote:
-    """A peer's engine descriptor."""
-
-    raw: Any = attrs.field(repr=False)
-    key: str
-    host: str
-    port: int
-
-
-@attrs.frozen(kw_only=True)
-class PeerFailure:
-    """What ``pop_peer_failure`` tells: the root cause that a flushed status hides."""
-
-    engine_key: str
-    reason: str
-    detail: str
 
 
 class Session:
@@ -139,8 +105,8 @@ class Engine:
             _engines_made += 1
             try:
                 engine = mori.IOEngine(key, mori.IOEngineConfig(host=address, port=port))
-                engine.CreateBackend(mori.BackendType.RDMA, _rdma(mori, config))
-                for name, streams, events in _gpu_backends(config):
+                engine.CreateBackend(mori.BackendType.RDMA, rdma_settings(mori, config))
+                for name, streams, events in gpu_backends(config):
                     _create_gpu_backend(mori, engine, name, streams, events)
             except RuntimeError as error:
                 raise TransportError(
@@ -246,36 +212,6 @@ def _descriptor_zero_kept() -> Iterator[None]:
             os.dup2(copy, 0)
     finally:
         os.close(copy)
-
-
-def _rdma(mori: Any, config: MoriioConfig) -> Any:
-    settings = mori.RdmaBackendConfig(
-        qp_per_transfer=config.qp_per_transfer,
-        post_batch_size=config.engine_post_batch_size,
-        num_worker_threads=config.num_worker_threads,
-        poll_cq_mode=mori.PollCqMode.__members__[config.poll_cq_mode.name],
-        enable_notification=config.enable_notification,
-        notif_per_qp=config.notif_per_qp,
-        enable_transfer_chunking=config.enable_transfer_chunking,
-        chunk_bytes=config.chunk_bytes,
-        max_chunks_per_transfer=config.max_chunks_per_transfer,
-        num_nics_per_transfer=config.num_nics_per_transfer,
-    )
-    settings.max_send_wr = config.max_send_wr
-    settings.max_msg_sge = config.max_msg_sge
-    settings.max_cqe_num = config.max_cqe_num
-    return settings
-
-
-def _gpu_backends(config: MoriioConfig) -> list[tuple[str, int, int]]:
-    return [
-        (name, streams, events)
-        for name, wanted, streams, events in (
-            ("FABRIC", config.fabric, config.fabric_num_streams, config.fabric_num_events),
-            ("XGMI", config.xgmi, config.xgmi_num_streams, config.xgmi_num_events),
-        )
-        if wanted
-    ]
 
 
 def _create_gpu_backend(mori: Any, engine: Any, name: str, streams: int, events: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import os
@@ -12,34 +11,31 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvxfer.backends.moriio import address, rehearsal
 from kvxfer.backends.moriio.binding import BACKEND, Engine
-from kvxfer.backends.moriio.calls import Call
+from kvxfer.backends.moriio.capable import capabilities_of
+from kvxfer.backends.moriio.causes import RootCauses
 from kvxfer.backends.moriio.config import MoriioConfig
 from kvxfer.backends.moriio.environment import effective
+from kvxfer.backends.moriio.fences import NO_FENCE_BY_DISCONNECT, Fences
 from kvxfer.backends.moriio.generation import Generation, GenerationEnded
 from kvxfer.backends.moriio.generations import Generations
-from kvxfer.backends.moriio.lanes import Lane, PairLane
 from kvxfer.backends.moriio.peers import (
     MoriioPath,
     MoriioPeer,
     RegisteredMemory,
-    RemoteMemory,
-    checked_memory,
     checked_remote,
     engine_key,
     pack_memory,
 )
 from kvxfer.backends.moriio.plan import Counting, plan_of
-from kvxfer.backends.moriio.posting import Poster, check_alive
-from kvxfer.core.capabilities import Capabilities, DataPathAuth, FenceScope, Visibility
-from kvxfer.core.memory import Descriptor, MemoryKind, Region
-from kvxfer.core.pollable import Deferred, Pollable, Ready
+from kvxfer.backends.moriio.posting import Poster
+from kvxfer.backends.moriio.preparing import Preparer
+from kvxfer.core.capabilities import Capabilities
+from kvxfer.core.memory import Descriptor, Region
+from kvxfer.core.pollable import Pollable, Ready
 from kvxfer.core.transport import Fence, Path, Peer, PeerInfo, Transport
 from kvxfer.core.verdict import EngineError, Op
 from kvxfer.errors import (
-    ClosedError,
     HandshakeError,
-    InvalidInputError,
-    KvxferError,
     StaleError,
     TransportError,
 )
@@ -47,7 +43,6 @@ from kvxfer.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvxfer.backends.moriio.binding import Memory, Remote
     from kvxfer.core.attempt import Attempt
     from kvxfer.core.hostcheck import HostCheck
     from kvxfer.core.memory import Span
@@ -55,9 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["MoriioTransport"]
 
 ENGINE_CLOSED = "engine closed"
-NO_FENCE_BY_DISCONNECT = (
-    "MoRI-IO cannot end one peer's queue pairs: fence the peer, which replaces the engine, or close"
-)
 
 _abandoned: list[object] = []
 """What threads that never came back may still touch: kept for the life of the process."""
@@ -105,41 +97,29 @@ class MoriioTransport(Transport):
         self._counting = Counting.of(self.config)
         self._peers: set[MoriioPeer] = set()
         self._region_ids = itertools.count()
-        self._root_causes: dict[str, str] = {}
-        self._fences: collections.deque[tuple[int, MoriioPeer, Deferred[Fence]]] = (
-            collections.deque()
-        )
         self._generations = Generations(
             self._make_generation,
             linger=self.config.generation_linger_s,
             drain=self.config.generation_drain_s,
             switched=self._move_to,
         )
-        atomic = self.config.one_queue_pair_per_call
-        most = max(self.config.max_send_wr - self._counting.extra, 1)
+        self._preparer = Preparer(
+            self.config,
+            self._generations,
+            memory_of=self._memory_of,
+            closed=lambda: self.closed,
+        )
+        self._fences = Fences(self._generations, self._may_land)
+        self._causes = RootCauses(lambda: {peer.key_prefix for peer in tuple(self._peers)})
         self._poster = Poster(
             queue_pairs=self.config.qp_per_transfer,
-            atomic=atomic,
+            atomic=self.config.one_queue_pair_per_call,
             own_admission=self.config.own_admission,
             extra=self._counting.extra,
             report=self._report,
-            root_cause=self._root_cause,
+            root_cause=self._causes.find,
         )
-        self._capabilities = Capabilities(
-            ops=frozenset((op, a, b) for op in Op for a in MemoryKind for b in MemoryKind),
-            # A READ is visible; a WRITE is acknowledged by the peer's NIC, and this is one value.
-            visibility=Visibility.ACKED,
-            read_visibility=Visibility.VISIBLE,
-            fence=FenceScope.ENGINE,
-            max_pieces=most,
-            max_nbytes=self.config.max_post_nbytes,
-            credits=most * (self.config.qp_per_transfer if atomic else 1),
-            # Not of one piece in a single-pair path, but of several pairs the later may be refused.
-            atomic_refusal=False,
-            may_block_in_post=True,
-            data_path_auth=DataPathAuth.NONE,
-            ip_versions=frozenset({4}),
-        )
+        self._capabilities = capabilities_of(self.config, self._counting)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -169,7 +149,7 @@ class MoriioTransport(Transport):
         generation = Generation(number, engine, self.config)
         for region in tuple(self._registered):
             with contextlib.suppress(StaleError):  # deregistered meanwhile
-                _memory_of(region).on(generation)
+                self._memory_of(region).on(generation)
         return generation
 
     def _move_to(self, fresh: Generation) -> None:
@@ -178,19 +158,7 @@ class MoriioTransport(Transport):
         for peer in tuple(self._peers):
             if not peer.fencing:
                 for path in tuple(peer.paths):
-                    peer.thread.submit(partial(self._move, peer, path, fresh))
-
-    def _move(self, peer: MoriioPeer, path: Path, fresh: Generation) -> None:
-        assert isinstance(path, MoriioPath)
-        lanes = path.lanes
-        if not lanes or lanes[0].whole.connection.generation.number >= fresh.number:
-            return
-        # What fails here fails again, and is told, when the path is prepared anew.
-        theirs = _theirs(peer, path.pairs)
-        self._reach_all(theirs)
-        moved = self._lanes(peer, fresh, path.pairs, theirs)
-        if not path.closed:
-            path.use(moved)
+                    peer.thread.submit(partial(self._preparer.move, peer, path, fresh))
 
     # ---- memory ----------------------------------------------------------------------------
 
@@ -226,10 +194,17 @@ class MoriioTransport(Transport):
         )
 
     def descriptor(self, region: Region) -> Descriptor:
-        return self._describe(region.span, _memory_of(region), region.descriptor.region_id)
+        memory: RegisteredMemory = region.handle
+        return self._describe(region.span, memory, region.descriptor.region_id)
 
     def _deregister(self, region: Region) -> None:
-        _memory_of(region).remove()
+        memory: RegisteredMemory = region.handle
+        memory.remove()
+
+    def _memory_of(self, region: Region) -> RegisteredMemory:
+        self._require_registered(region)
+        memory: RegisteredMemory = region.handle
+        return memory
 
     # ---- peers and paths -------------------------------------------------------------------
 
@@ -243,94 +218,17 @@ class MoriioTransport(Transport):
 
         def connect() -> Peer:
             try:
-                peer.address = self._reach(remote)
-                self._generations.current.add_remote(remote)
+                return self._preparer.connect(peer)
             except BaseException:
                 self._peers.discard(peer)
                 peer.thread.stop()
                 raise
-            return peer
 
         return peer.thread.submit(connect)
 
-    def _reach(self, remote: Remote) -> str:
-        """The address of a peer's engine, after it has taken a TCP connection."""
-        try:
-            where = address.resolve_ipv4(remote.host)
-        except InvalidInputError as error:
-            raise HandshakeError(
-                f"the peer advertises a host this engine cannot dial: {error.message}",
-                next_step=error.next_step,
-            ) from error
-        address.probe(where, remote.port, self.config.connect_timeout_s)
-        return where
-
     def _prepare(self, peer: Peer, pairs: Sequence[tuple[Region, Descriptor]]) -> Pollable[Path]:
         assert isinstance(peer, MoriioPeer)
-
-        def prepare() -> Path:
-            path = MoriioPath(peer, pairs, self._prepared_lanes(peer, pairs))
-            if peer.closed:  # in the meantime, and without seeing this path
-                path.close()
-                raise ClosedError(f"{peer!r} was closed")
-            return path
-
-        return peer.thread.submit(prepare)
-
-    def _prepared_lanes(
-        self, peer: MoriioPeer, pairs: Sequence[tuple[Region, Descriptor]]
-    ) -> tuple[PairLane, ...]:
-        generation = self._generations.current
-        theirs = _theirs(peer, pairs)
-        while True:
-            self._reach_all(theirs)
-            # Only now: for a peer that is not there no engine is made.
-            if generation.degraded(memory.remote.key for memory in theirs) is not None:
-                config = self.config
-                patience = config.generation_linger_s + config.generation_drain_s
-                generation = self._generations.after(generation, patience)
-            try:
-                return self._lanes(peer, generation, pairs, theirs)
-            except GenerationEnded:
-                if self.closed or generation is self._generations.current:
-                    raise
-                generation = self._generations.current
-
-    def _reach_all(self, theirs: Sequence[RemoteMemory]) -> None:
-        for remote in {memory.remote.key: memory.remote for memory in theirs}.values():
-            self._reach(remote)
-
-    def _lanes(
-        self,
-        peer: MoriioPeer,
-        generation: Generation,
-        pairs: Sequence[tuple[Region, Descriptor]],
-        theirs: Sequence[RemoteMemory],
-    ) -> tuple[PairLane, ...]:
-        """Sessions for all pairs. Waits for the peers' engines, which have just been reached."""
-        lanes = []
-        for (region, _), there in zip(pairs, theirs, strict=True):
-            self._require_registered(region)
-            key = there.remote.key
-            generation.add_remote(there.remote)
-            whole, views = _memory_of(region).on(generation)
-
-            def open_lane(here: Memory, far: Memory, key: str = key) -> Lane:
-                session = generation.open_session(here, far)
-                return Lane(session, generation.connection(key, here.place, far.place))
-
-            lane = open_lane(whole, there.whole)
-            check_alive(lane.connection)
-            lanes.append(
-                PairLane(
-                    lane,
-                    here={0: whole, **views},
-                    there={0: there.whole, **there.views},
-                    open_lane=open_lane,
-                    later=peer.thread.submit,
-                )
-            )
-        return tuple(lanes)
+        return peer.thread.submit(lambda: self._preparer.prepare(peer, pairs))
 
     def _close_path(self, path: Path) -> None:
         assert isinstance(path, MoriioPath)
@@ -347,53 +245,31 @@ class MoriioTransport(Transport):
             return
         for generation in self._generations.live:
             generation.remove_remotes(peer.key_prefix)
-        for key in [k for k in tuple(self._root_causes) if k.startswith(peer.key_prefix)]:
-            self._root_causes.pop(key, None)
+        self._causes.forget(peer.key_prefix)
 
     # ---- fences ----------------------------------------------------------------------------
 
     def _fence(self, peer: Peer) -> Pollable[Fence]:
-        """Replace the engine. Done once every engine that could reach that peer is gone."""
         assert isinstance(peer, MoriioPeer)
-        peer.fencing = True
-        for generation in self._generations.live:
-            generation.forsake(peer.key_prefix)
-        answer: Deferred[Fence] = Deferred()
-        self._fences.append((self._generations.fence(), peer, answer))
-        return answer
+        return self._fences.ask(peer)
+
+    def _may_land(self, peer: MoriioPeer) -> int:
+        """Attempts whose bytes may still land, here or there."""
+        return peer.unproven + sum(
+            not a.drained for path in self._paths_of(peer) for a in tuple(path.undrained)
+        )
 
     def _settle_ended(self) -> None:
         """Draw the conclusions from engines that are gone."""
-        generations = self._generations
-        while generations.ended:
-            generation = generations.ended.popleft()
+        while self._generations.ended:
+            generation = self._generations.ended.popleft()
             for attempt in self._poster.ended(generation):
                 # It keeps no region of ours busy any more.
                 assert isinstance(attempt.path.peer, MoriioPeer)
                 attempt.path.peer.unproven += 1
                 attempt.path.settled(attempt)
-            self._answer_fences(generation.number, None)
-        while generations.failed_fences:
-            self._answer_fences(*generations.failed_fences.popleft())
-
-    def _answer_fences(self, number: int, failure: KvxferError | None) -> None:
-        for fence in tuple(self._fences):
-            wanted, peer, answer = fence
-            if wanted > number:
-                continue
-            self._fences.remove(fence)
-            peer.fencing = False
-            if failure is not None:
-                reason = f"no engine could be made to replace this one: {failure}"
-                answer.resolve(Fence(done=False, reason=reason))
-                continue
-            left = peer.unproven + sum(
-                not a.drained for path in self._paths_of(peer) for a in tuple(path.undrained)
-            )
-            reason = f"what {left} attempts have sent may still land at the peer" if left else ""
-            # Its keys to our memory died with the engine: nothing of the peer lands here. So did
-            # the queue pairs: nothing of ours reads there or here.
-            answer.resolve(Fence(done=not left, reason=reason, source_done=True))
+            self._fences.answer(generation.number)
+        self._fences.failed()
 
     # ---- attempts --------------------------------------------------------------------------
 
@@ -421,15 +297,6 @@ class MoriioTransport(Transport):
         self._poster.advance(budget)
         if self._generations.ended or self._generations.failed_fences:
             self._settle_ended()
-
-    def _root_cause(self, call: Call) -> str:
-        """Why the peer of ``call`` cannot be reached, as far as the engine has told."""
-        known = tuple({peer.key_prefix for peer in tuple(self._peers)})
-        for failure in call.connection.generation.engine.pop_failures():
-            if known and failure.engine_key.startswith(known):
-                self._root_causes[failure.engine_key] = failure.detail
-        cause = self._root_causes.get(call.connection.peer_key, "")
-        return cause.removeprefix("completion status ")
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -462,12 +329,3 @@ class MoriioTransport(Transport):
                 if attempt.op is Op.READ and all(empty) and attempt.mark_drained(ENGINE_CLOSED):
                     self._report(attempt)
         unfinished.clear()
-
-
-def _theirs(peer: MoriioPeer, pairs: Sequence[tuple[Region, Descriptor]]) -> list[RemoteMemory]:
-    return [checked_memory(peer.info.incarnation, descriptor) for _, descriptor in pairs]
-
-
-def _memory_of(region: Region) -> RegisteredMemory:
-    memory: RegisteredMemory = region.handle
-    return memory
