@@ -28,10 +28,19 @@ if TYPE_CHECKING:
     from kvxfer.core.batch import Int64Array
     from kvxfer.core.layout import Blocks
 
-__all__ = ["SEALED_SINCE", "Accepting", "destinations", "refuse_seal", "tell_sealed"]
+__all__ = [
+    "SEALED_SINCE",
+    "SESSIONS_SINCE",
+    "Accepting",
+    "destinations",
+    "refuse_seal",
+    "tell_sealed",
+]
 
 SEALED_SINCE = 2
 """The wire version from which on the consumer says what became of a seal."""
+SESSIONS_SINCE = 2
+"""And the one from which on it says for which of its connections it grants."""
 
 
 @attrs.define(eq=False)
@@ -127,7 +136,10 @@ class Accepting:
         if self.error is not None or self.ended or self.draining is not None:
             return
         accept = wire.Accept(
-            self.ref, [_blocks_wire(b) for b in self._blocks], max(0.0, self._deadline - now)
+            self.ref,
+            [_blocks_wire(b) for b in self._blocks],
+            max(0.0, self._deadline - now),
+            link.session,
         )
         if link.incarnation in self._writers:
             # It asks although it was told: it may not have been pushing yet.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import numpy as np
 
-from kvxfer.agent.accept import SEALED_SINCE
+from kvxfer.agent.accept import SEALED_SINCE, SESSIONS_SINCE
 from kvxfer.agent.batches import batch_of
 from kvxfer.agent.coverage import distinct_nbytes
 from kvxfer.agent.draining import Draining
@@ -215,6 +215,13 @@ class Push:
         """A consumer rank told us its destination blocks."""
         for target in self._targets:
             if target.link is not None and target.link.incarnation == sender:
+                if target.link.version >= SESSIONS_SINCE and (
+                    message.session != _session(target.link)
+                ):
+                    # From before its fence, and its blocks may be another's by now; or from after
+                    # a hello that we have not seen. Asked again, it says what holds now.
+                    self._ctx.counters.count("accepts.other_session")
+                    return
                 if target.ref is None and message.ref.keeper == sender:
                     target.groups = tuple(_blocks(group) for group in message.groups)
                     target.ref = message.ref

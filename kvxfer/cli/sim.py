@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=3)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per simulated second")
+    parser.add_argument(
+        "--profile",
+        default="mixed",
+        help="mixed, leases, fences, network, or all: each seed the next one",
+    )
     parser.add_argument("--harsh", type=float, default=1.0, help="faults so many times as likely")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", action="store_true", help="print what struck in which phase")
@@ -37,18 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from kvxfer.testing.sim import SimConfig, campaign, coverage_table, merge
+    from kvxfer.errors import KvxferError
+    from kvxfer.testing.sim import campaign, coverage_table, merge
 
-    config = SimConfig(
-        producers=arguments.producers,
-        consumers=arguments.consumers,
-        transfers=arguments.transfers,
-        rate=arguments.rate,
-    ).harsher(arguments.harsh)
+    try:
+        configs = _configs(arguments)
+    except KvxferError as error:
+        sys.stderr.write(f"kvxfer sim: {error}\n")
+        return 2
     began = time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     reports = []
-    for report in campaign([(s, config.to_dict()) for s in seeds], processes=arguments.jobs):
+    for report in campaign(
+        [(s, configs[s % len(configs)].to_dict()) for s in seeds], processes=arguments.jobs
+    ):
         reports.append(report)
         if not arguments.json:
             sys.stdout.write(
@@ -77,8 +84,38 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.table:
             sys.stdout.write(coverage_table(faults) + "\n")
     if told["violations"] and arguments.shrink:
-        _shrink(min(seed for seed, _ in told["violations"]), config)
+        seed = min(seed for seed, _ in told["violations"])
+        _shrink(seed, configs[seed % len(configs)])
     return 1 if told["violations"] else 0
+
+
+def _configs(arguments: argparse.Namespace) -> list[SimConfig]:
+    """The configurations that the seeds take turns in.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    import attrs
+
+    from kvxfer.errors import ConfigError
+    from kvxfer.testing.sim import PROFILES
+
+    names = list(PROFILES) if arguments.profile == "all" else [arguments.profile]
+    if arguments.profile != "all" and arguments.profile not in PROFILES:
+        raise ConfigError(
+            f"there is no profile {arguments.profile!r}",
+            next_step=f"use all, {', '.join(PROFILES)}",
+        )
+    return [
+        attrs.evolve(
+            PROFILES[name],
+            producers=arguments.producers,
+            consumers=arguments.consumers,
+            transfers=arguments.transfers,
+            rate=arguments.rate,
+        ).harsher(arguments.harsh)
+        for name in names
+    ]
 
 
 def _shrink(seed: int, config: SimConfig) -> None:

@@ -259,12 +259,15 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     transfer: Name
 
 
-class Accept(msgspec.Struct, frozen=True, tag="accept"):
+class Accept(msgspec.Struct, frozen=True, tag="accept", omit_defaults=True):
     """WRITE: the consumer's destination blocks, and how long it will wait. Confirmed."""
 
     ref: Ref
     groups: Annotated[list[BlocksWire], Meta(max_length=4096)]
     remaining: Seconds
+    session: Count = 0
+    """The session of the sender's hello under which it may be written, so that a grant that comes
+    late is not taken for one of after a fence. Since version 2; 0 from a sender of version 1."""
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal"):

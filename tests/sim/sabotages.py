@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import attrs
 
+_MIXED = ("--seeds", "40", "--transfers", "100", "--harsh", "2")
+_LEASES = (*_MIXED, "--profile", "leases")
+_FENCES = (*_MIXED, "--profile", "fences")
+
 
 @attrs.frozen(kw_only=True)
 class Sabotage:
-    """``promise`` is what is broken. ``writes`` is the share of WRITE requests that shows it."""
+    """``promise`` is what is broken; ``options`` of ``kvxfer sim`` make what shows it common."""
 
     name: str
     promise: str
     file: str
     old: str
     new: str
-    seed: int = 1
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = _MIXED
 
 
 SABOTAGES = (
@@ -63,6 +66,7 @@ SABOTAGES = (
         file="agent/pull.py",
         old="            if source.read and self._ctx.clock.now() > source.granted_until:",
         new="            if source.read and self._ctx.clock.now() < 0:",
+        options=_LEASES,
     ),
     Sabotage(
         name="lease-from-receipt",
@@ -70,6 +74,7 @@ SABOTAGES = (
         file="agent/pull.py",
         old="source.granted_until = max(source.granted_until, sent + remaining)",
         new="source.granted_until = max(source.granted_until, now + remaining)",
+        options=_LEASES,
     ),
     Sabotage(
         name="no-release",
@@ -90,6 +95,7 @@ SABOTAGES = (
             "        entry.granted_until = entry.ends_at\n"
             "        self._timers.set(transfer_id, now + self.margin)"
         ),
+        options=_LEASES,
     ),
     Sabotage(
         name="holds-never-expire",
@@ -97,7 +103,6 @@ SABOTAGES = (
         file="core/leases.py",
         old="        for transfer_id in self._timers.pop_due(now):",
         new="        for transfer_id in self._timers.pop_due(-1.0):",
-        options=("--harsh", "1", "--transfers", "150"),
     ),
     Sabotage(
         name="never-sent-again",
@@ -119,6 +124,7 @@ SABOTAGES = (
         file="agent/draining.py",
         old="            elif not (answer.done if self._op is Op.WRITE else answer.ours_done):",
         new="            elif not (answer.done or answer.ours_done):",
+        options=_FENCES,
     ),
     Sabotage(
         name="drained-by-patience",
@@ -132,6 +138,7 @@ SABOTAGES = (
             "        if self._is_drained() or now >= self._deadline:\n"
             '            self._finish("fence" if self._fences is not None else "proof", now)'
         ),
+        options=_FENCES,
     ),
     Sabotage(
         name="silent-quarantine",
@@ -139,6 +146,7 @@ SABOTAGES = (
         file="agent/draining.py",
         old="            self._enter_quarantine(now)",
         new="            self.quarantined = True",
+        options=_FENCES,
     ),
     Sabotage(
         name="sealed-before-it-landed",
@@ -170,6 +178,7 @@ SABOTAGES = (
         file="agent/accept.py",
         old="        return all(writer.drained for writer in self._writers.values())",
         new="        return True",
+        options=_FENCES,
     ),
     Sabotage(
         name="accept-without-deadline",
@@ -177,6 +186,5 @@ SABOTAGES = (
         file="agent/accept.py",
         old="        if self.error is None and now >= self._deadline:",
         new="        if self.error is None and now < 0:",
-        options=("--harsh", "1", "--transfers", "150"),
     ),
 )

@@ -11,10 +11,12 @@ leases hold on both clocks, and that all tables are empty at the end.
 from kvxfer.testing.sim.campaign import campaign, run, shrink
 from kvxfer.testing.sim.config import NodeFault, PostFault, SimConfig
 from kvxfer.testing.sim.network import SimChannel, SimNetwork
+from kvxfer.testing.sim.profiles import PROFILES
 from kvxfer.testing.sim.report import SimReport, Violation, coverage_table, expected_cells, merge
 from kvxfer.testing.sim.world import World
 
 __all__ = [
+    "PROFILES",
     "NodeFault",
     "PostFault",
     "SimChannel",

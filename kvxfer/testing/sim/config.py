@@ -49,9 +49,13 @@ class NodeFault(enum.Enum):
     JUMP = "jump"
     """Its clock jumps ahead, by less than the margin of a lease."""
     SLOW = "slow"
-    """From now on it looks for news rarely."""
+    """For some seconds it looks for news rarely."""
     CUT = "cut"
     """It can neither send nor hear anything for a while."""
+    DEAF = "deaf"
+    """It hears no message for a while; what it sends arrives, and its engine goes on."""
+    MUTE = "mute"
+    """What it sends is lost for a while; it hears, and its engine goes on."""
     CROWD = "crowd"
     """Hundreds of messages about unknown transfers fill its tables."""
 
@@ -79,6 +83,8 @@ def _nodes() -> dict[NodeFault, float]:
         NodeFault.JUMP: 0.008,
         NodeFault.SLOW: 0.004,
         NodeFault.CUT: 0.006,
+        NodeFault.DEAF: 0.006,
+        NodeFault.MUTE: 0.006,
         NodeFault.CROWD: 0.004,
     }
 
@@ -91,6 +97,8 @@ class SimConfig:
     """How many of what, and how likely each fault is.
 
     Attributes:
+        lease: how long a hold lasts; ``margin``: how long after it the producer keeps the blocks.
+        late: the longest that anything of an engine comes late.
         lose, duplicate: per message. ``delay``: mean of its exponential travel time, so that
             messages overtake each other.
         posts: chance of each fault per engine post.
@@ -105,6 +113,9 @@ class SimConfig:
     transfers: int = attrs.field(default=200, validator=v.ge(1))
     rate: float = attrs.field(default=20.0, validator=v.gt(0))
     """New requests per second."""
+    lease: float = attrs.field(default=3.0, validator=v.gt(0))
+    margin: float = attrs.field(default=0.5, validator=v.gt(0))
+    late: float = attrs.field(default=8.0, validator=v.gt(0.3))
     lose: float = attrs.field(default=0.02, validator=_chance)
     duplicate: float = attrs.field(default=0.02, validator=_chance)
     delay: float = attrs.field(default=0.02, validator=v.gt(0))
@@ -117,16 +128,20 @@ class SimConfig:
     lose_offer: float = attrs.field(default=0.02, validator=_chance)
     renew: float = attrs.field(default=0.1, validator=_chance)
     """A consumer renews an offer some time before it pulls."""
+    layerwise: float = attrs.field(default=0.15, validator=_chance)
+    """A READ asks for its layers one after the other; sometimes the last ones never come."""
     retry_elsewhere: float = attrs.field(default=0.3, validator=_chance)
     fence_impossible: float = attrs.field(default=0.1, validator=_chance)
+    aim: float = attrs.field(default=0.05, validator=_chance)
+    """Per request: a fault of a process waits for the transfer to be in one certain phase."""
     max_violations: int = attrs.field(default=1, validator=v.ge(1))
     """The run ends with that many."""
 
     def harsher(self, factor: float) -> SimConfig:
-        """The same with every fault that many times as likely, as far as chances go."""
+        """The same with every fault that many times as likely, within reason."""
 
         def more(chance: float, most: float) -> float:
-            return min(most, chance * factor)
+            return max(chance, min(most, chance * factor))
 
         return attrs.evolve(
             self,

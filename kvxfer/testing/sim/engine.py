@@ -26,8 +26,6 @@ __all__ = ["Fabric", "SimTransport"]
 
 _LATENCY = 0.003
 """Mean seconds of one leg of a post."""
-_LATE = 8.0
-"""The longest that anything comes late, in seconds."""
 _RETRY = 0.5
 """Seconds after which a queue pair gives up on a peer that does not answer."""
 
@@ -84,9 +82,17 @@ class Fabric:
 
 
 class Flight:
-    """The bytes of one post on their way."""
+    """The bytes of one post on their way; over a connection that was fenced, none lands."""
 
-    def __init__(self, fabric: Fabric, attempt: Attempt, mine: SimTransport, theirs: SimTransport):
+    def __init__(
+        self,
+        fabric: Fabric,
+        attempt: Attempt,
+        mine: SimTransport,
+        theirs: SimTransport,
+        *,
+        fenced: bool = False,
+    ) -> None:
         self._fabric = fabric
         self.attempt = attempt
         self.mine = mine
@@ -108,11 +114,15 @@ class Flight:
                 cells.append((there, here) if read else (here, there))
         self._cells = cells
         self._own_source = None if read else self._source
+        self._fenced = fenced
         for source, target in cells:
             block = target % self._target.blocks
-            self._target.landing[block] += 1
-            if not self._target.owner[block] and not self._target.dead:
-                self._violation(f"posted into block {block} of {theirs.incarnation}, is free")
+            if not fenced:
+                self._target.landing[block] += 1
+                if not self._target.owner[block] and not self._target.dead:
+                    self._violation(
+                        f"posted into block {block} of {theirs.incarnation}, which is free"
+                    )
             if self._own_source is not None:
                 self._own_source.reading[source % self._own_source.blocks] += 1
         mine.flights[self] = None
@@ -142,7 +152,8 @@ class Flight:
             return
         self.over = True
         for source, target in self._cells:
-            self._target.landing[target % self._target.blocks] -= 1
+            if not self._fenced:
+                self._target.landing[target % self._target.blocks] -= 1
             if self._own_source is not None:
                 self._own_source.reading[source % self._own_source.blocks] -= 1
         self.mine.flights.pop(self, None)
@@ -249,12 +260,13 @@ class SimTransport(Transport):
             attempt.fail(_SQ_FULL, accepted=Accepted.NONE)
             self._report(attempt)
             return
-        flight = Flight(fabric, attempt, self, remote)
+        fenced = _sim_peer(attempt.path.peer).cut
+        flight = Flight(fabric, attempt, self, remote, fenced=fenced)
         fabric.on_post(self)
         now = fabric.clock.now()
         if remote.dead or max(self.cut_until, remote.cut_until) > now:
             self._unreachable(flight)
-        elif _sim_peer(attempt.path.peer).cut:
+        elif fenced:
             self._later(fabric.leg(), flight, lambda: self._denied(flight))
         else:
             self._fly(flight, fault)
@@ -264,11 +276,11 @@ class SimTransport(Transport):
         fabric, rng, attempt = self._fabric, self._fabric.rng, flight.attempt
         half, whole = fabric.leg(), fabric.leg() + _LATENCY
         if fault is PostFault.LATE:
-            half += rng.uniform(0.3, _LATE)
+            half += rng.uniform(0.3, fabric.config.late)
         whole += half
         report = whole + fabric.leg() / 2
         if fault is PostFault.LATE_REPORT:
-            report += rng.uniform(0.3, _LATE)
+            report += rng.uniform(0.3, fabric.config.late)
         share = rng.random()
         self._later(half, flight, lambda: flight.land(share))
         if fault is PostFault.PARTIAL:
@@ -406,7 +418,7 @@ class SimTransport(Transport):
             if flight.attempt.op is Op.READ or rng.random() < 0.5:
                 flight.end()
             else:
-                delay = rng.uniform(0.0, 2.0)
+                delay = rng.uniform(0.0, self._fabric.config.late)
 
                 def last(flight: Flight = flight) -> None:
                     flight.land(rng.random())

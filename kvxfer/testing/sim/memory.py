@@ -12,7 +12,12 @@ import random
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CELL", "LAYERS", "BlockMemory", "content"]
+from kvxfer.core.events import Role
+
+__all__ = ["CELL", "LAYERS", "BlockMemory", "Holder", "content"]
+
+Holder = tuple[Role, str]
+"""One side of one transfer."""
 
 LAYERS = 2
 CELL = 8
@@ -44,7 +49,7 @@ class BlockMemory:
         self.dead = False
         self._rng = rng
         self._free = list(range(blocks))
-        self._held: dict[object, list[int]] = {}
+        self._held: dict[Holder, list[int]] = {}
         self._owners = 0
 
     @property
@@ -52,10 +57,10 @@ class BlockMemory:
         return len(self._free)
 
     @property
-    def holders(self) -> list[object]:
+    def holders(self) -> list[Holder]:
         return list(self._held)
 
-    def take(self, holder: object, count: int) -> list[int] | None:
+    def take(self, holder: Holder, count: int) -> list[int] | None:
         """Blocks for ``holder``, or None if there are too few."""
         if count > len(self._free):
             return None
@@ -70,11 +75,11 @@ class BlockMemory:
         self._held[holder] = ids
         return ids
 
-    def ids(self, holder: object) -> list[int]:
+    def ids(self, holder: Holder) -> list[int]:
         """What ``holder`` has; the same list as long as it has it."""
         return self._held.get(holder, [])
 
-    def give_back(self, holder: object) -> str:
+    def give_back(self, holder: Holder) -> str:
         """Free what ``holder`` has; what was wrong with that, or nothing."""
         wrong = ""
         for block in self._held.pop(holder, ()):

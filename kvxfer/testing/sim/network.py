@@ -25,6 +25,10 @@ class Rates(Protocol):
     def delay(self) -> float: ...
 
 
+def _nothing(*_: object) -> None:
+    """Nobody wants to know."""
+
+
 class SimNetwork:
     """Carries frames between ``SimChannel``s by one generator.
 
@@ -40,6 +44,10 @@ class SimNetwork:
         self.channels: dict[str, SimChannel] = {}
         self.counts: dict[str, int] = {"lost": 0, "duplicated": 0, "cut": 0}
         self.on_fault: Callable[[str, bytes], None] = lambda name, data: None
+        self.on_send: Callable[[SimChannel, SimChannel | None, bytes], None] = _nothing
+        """Told of each frame before its fate is known: from, to, frame."""
+        self.on_arrival: Callable[[SimChannel, bytes], None] = _nothing
+        """Told of each frame that comes into a channel."""
 
     def channel(self, address: str | None = None) -> SimChannel:
         """A new channel, on an address of its own or in the place of a closed one."""
@@ -53,8 +61,9 @@ class SimNetwork:
     def carry(self, source: SimChannel, target: str, route: Route, data: bytes) -> None:
         """Send one frame on its way to whoever will be at ``target`` when it arrives."""
         channel = self.channels.get(target)
+        self.on_send(source, channel, data)
         now = self.clock.now()
-        if now < source.cut_until or (channel is not None and now < channel.cut_until):
+        if now < source.mute_until or (channel is not None and now < channel.deaf_until):
             self._count("cut", data)
             return
         rng, config = self._rng, self._config
@@ -85,6 +94,7 @@ class SimNetwork:
             # A connection ends with its process: what answers there later never gets the rest.
             if not channel.closed:
                 channel.inbox.append(inbound)
+                self.on_arrival(channel, inbound.data)
                 touched.append(channel)
         return touched
 
@@ -102,7 +112,10 @@ class SimChannel(Channel):
         self.lost: list[Route] = []
         self.routes: dict[Route, None] = {}
         """Dialled ones."""
-        self.cut_until = 0.0
+        self.mute_until = 0.0
+        """Until then nothing that it sends arrives,"""
+        self.deaf_until = 0.0
+        """and nothing that is sent to it."""
         self.closed = False
 
     @property

@@ -11,16 +11,16 @@ from kvxfer.core.events import Role
 from kvxfer.core.layout import KVLayout
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.sim.clock import NodeClock
+from kvxfer.testing.sim.config import NodeFault
 from kvxfer.testing.sim.engine import SimTransport
 from kvxfer.testing.sim.memory import CELL, LAYERS, BlockMemory
 
 if TYPE_CHECKING:
     from kvxfer.testing.sim.world import World
 
-__all__ = ["LEASE", "MARGIN", "TIMEOUTS", "SimNode"]
+__all__ = ["TIMEOUTS", "SimNode"]
 
 TIMEOUTS = Timeouts(connect=2.0, queue=3.0, post=1.0, transfer=4.0, ack=8.0, drain=1.0)
-LEASE, MARGIN = 3.0, 0.5
 
 _LIMITS = Limits(early=256, early_ttl=10.0, quarantined=256)
 
@@ -44,8 +44,8 @@ class SimNode:
             config=AgentConfig(
                 name=name,
                 progress=Progress.MANUAL,
-                lease=LEASE,
-                lease_margin=MARGIN,
+                lease=world.config.lease,
+                lease_margin=world.config.margin,
                 pump_interval=0.01,
                 # The only wake-ups are those that the agent asks for.
                 idle_interval=1e6,
@@ -72,8 +72,16 @@ class SimNode:
         self.transport.on_change(lambda: world.touch(self))
         self.open: dict[tuple[Role, str], float] = {}
         self.quarantined: set[tuple[Role, str]] = set()
+        self.layerwise: set[str] = set()
+        """Pulls whose last layers are still to be asked for."""
         self.dead = False
         self.in_round = False
+        self.round_began = 0.0
+        """True time."""
+        self.paused_in_round = False
+        self.jumped_at = float("-inf")
+        self.aims: dict[tuple[Role, str], tuple[NodeFault, str]] = {}
+        """Transfers that a fault waits for, and the phase in which it strikes."""
         self.stalled_until = 0.0
         self.stalled = 0.0
         """Seconds that it could not run, or ran late, all together."""

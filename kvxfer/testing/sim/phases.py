@@ -12,7 +12,17 @@ from kvxfer.errors import WireError
 if TYPE_CHECKING:
     from kvxfer.agent import Agent
 
-__all__ = ["MESSAGES", "POSTS", "TRANSFERS", "message_phase", "post_phase", "transfer_phase"]
+__all__ = [
+    "MESSAGES",
+    "PHASES_OF",
+    "POSTS",
+    "READ_PHASES",
+    "TRANSFERS",
+    "WRITE_PHASES",
+    "message_phase",
+    "post_phase",
+    "transfer_phase",
+]
 
 TRANSFERS = (
     "hold offered",
@@ -30,6 +40,14 @@ TRANSFERS = (
     "push draining",
 )
 """Phases of a transfer on one side."""
+
+READ_PHASES = tuple(p for p in TRANSFERS if p.startswith(("hold", "pull")))
+WRITE_PHASES = tuple(p for p in TRANSFERS if p.startswith(("accept", "push")))
+PHASES_OF = {
+    Role.PRODUCER: frozenset(p for p in TRANSFERS if p.startswith(("hold", "push"))),
+    Role.CONSUMER: frozenset(p for p in TRANSFERS if p.startswith(("pull", "accept"))),
+}
+"""By side."""
 
 POSTS = ("read first", "read again", "write first", "write again")
 """Phases of a post."""
@@ -78,7 +96,8 @@ def transfer_phase(agent: Agent, role: Role, transfer_id: str) -> str:
                 return "push draining"
             if any(part.undrained for target in push._targets for part in target.parts):
                 return "push moving"
-            return "push sealing" if push.sealing else "push waiting"
+            sealing = any(target.sealing for target in push._targets)
+            return "push sealing" if sealing else "push waiting"
         return "push draining" if transfer_id in engine.producer.drainings else ""
     pull = engine.consumer.pulls.get(transfer_id)
     if pull is not None:

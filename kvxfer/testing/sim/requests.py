@@ -22,8 +22,10 @@ from kvxfer.core.events import (
 from kvxfer.core.layout import Blocks
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, KvxferError
+from kvxfer.testing.sim.config import NodeFault
 from kvxfer.testing.sim.memory import LAYERS, content
-from kvxfer.testing.sim.node import LEASE, MARGIN, TIMEOUTS, SimNode
+from kvxfer.testing.sim.node import TIMEOUTS, SimNode
+from kvxfer.testing.sim.phases import PHASES_OF, READ_PHASES, WRITE_PHASES
 
 if TYPE_CHECKING:
     from kvxfer.testing.sim.world import World
@@ -32,8 +34,6 @@ __all__ = ["Ready", "Request", "Requests"]
 
 _CONSUMER = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + 0.5
 _PUSH = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + TIMEOUTS.ack + 0.5
-_HOLD = 4 * (_CONSUMER + LEASE + MARGIN)
-"""A hold may be renewed by each reader that tries, one after the other; there are at most four."""
 _DRAIN = 2 * TIMEOUTS.drain + 0.5
 _TRIES = 4
 
@@ -52,6 +52,8 @@ class Request:
     offer: Offer | None = None
     renewed: bool = False
     expired: bool = False
+    aim: tuple[NodeFault, str] | None = None
+    """A fault that waits for a phase of this request."""
     received: bool = False
     received_at: float = 0.0
     sent: bool = False
@@ -79,6 +81,9 @@ class Requests:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        config = world.config
+        # A hold may be renewed by each reader that tries, one after the other.
+        self._hold_bound = _TRIES * (_CONSUMER + config.lease + config.margin)
         self.by_id: dict[str, Request] = {}
         self.unfinished = 0
 
@@ -88,6 +93,7 @@ class Requests:
         rng = self._world.rng
         request = Request(serial, rng.randint(1, 6), write=rng.random() < self._world.config.writes)
         self.by_id[request.transfer_id] = request
+        request.aim = self._draw_aim(request)
         if request.write:
             self._accept(request, 30)
         else:
@@ -98,6 +104,13 @@ class Requests:
                     rng.choice((0.02, 0.2, 2.0)) * rng.random() + 0.001,
                     partial(self._world.strike, fault, request),
                 )
+
+    def _draw_aim(self, request: Request) -> tuple[NodeFault, str] | None:
+        world = self._world
+        if world.rng.random() >= world.config.aim or not world.config.nodes:
+            return None
+        fault = world.rng.choice(list(world.config.nodes))
+        return fault, world.rng.choice(WRITE_PHASES if request.write else READ_PHASES)
 
     def _running(self, nodes: list[SimNode]) -> SimNode | None:
         """One of them that is not stopped: nobody calls into a process that is."""
@@ -125,7 +138,7 @@ class Requests:
         except CapacityError:
             producer.memory.give_back((Role.PRODUCER, name))
             return
-        self._opened(producer, Role.PRODUCER, name, _HOLD)
+        self._opened(producer, Role.PRODUCER, name, self._hold_bound)
         self._maybe_abort(producer, name, world.config.abort_producer)
         if world.rng.random() < world.config.lose_offer:
             world.report.outcomes["offer lost"] += 1
@@ -141,6 +154,8 @@ class Requests:
             return
         if (Role.CONSUMER, name) in consumer.open or consumer.memory.ids((Role.CONSUMER, name)):
             return  # it tries already, or its last try is not drained
+        if name in consumer.layerwise:
+            return  # its engine still owes the last layers of an earlier try
         rng = world.rng
         if rng.random() < world.config.decline:
             consumer.agent.decline(offer)
@@ -160,8 +175,13 @@ class Requests:
             world.touch(consumer)
             self._again(tries, lambda: self._pull(request, offer, tries - 1))
             return
+        blocks = Blocks.at(start, ids)
+        layerwise = rng.random() < world.config.layerwise
         try:
-            consumer.agent.pull(offer, Blocks.at(start, ids))
+            if layerwise:
+                consumer.agent.pull(offer, blocks, layers=["layer0"], last=False)
+            else:
+                consumer.agent.pull(offer, blocks)
         except (InvalidInputError, CapacityError) as error:
             # Full, or still draining from an earlier try.
             world.trace(name, consumer, f"pull refused: {error}")
@@ -173,6 +193,30 @@ class Requests:
         self._opened(consumer, Role.CONSUMER, name, _CONSUMER)
         self._maybe_abort(consumer, name, world.config.abort)
         request.offer = offer
+        if layerwise:
+            consumer.layerwise.add(name)
+            if rng.random() < 0.8:  # else its last layers are never asked for
+                world.later(
+                    rng.expovariate(5.0), lambda: self._pull_rest(name, consumer, offer, start, ids)
+                )
+
+    def _pull_rest(
+        self, name: str, consumer: SimNode, offer: Offer, start: int, ids: list[int]
+    ) -> None:
+        """The later layers of a pull, also of one that has failed meanwhile."""
+        world = self._world
+        if consumer.dead:
+            return
+        wait = consumer.stalled_until - world.clock.now()
+        if wait > 0:
+            world.later(wait, lambda: self._pull_rest(name, consumer, offer, start, ids))
+            return
+        consumer.layerwise.discard(name)
+        for layer in range(1, LAYERS):
+            consumer.agent.pull(
+                offer, Blocks.at(start, ids), layers=[f"layer{layer}"], last=layer == LAYERS - 1
+            )
+        world.touch(consumer)
 
     def _accept(self, request: Request, tries: int) -> None:
         """WRITE: the consumer says where to."""
@@ -213,12 +257,27 @@ class Requests:
                 # Not earlier: what is posted before its data is there shows as wrong bytes.
                 world.later(ready.at - world.clock.now(), partial(_compute, request, layer, ids))
                 agent.push(name, Blocks.at(0, ids), to=to, layers=[f"layer{layer}"], ready=ready)
-            agent.seal(name, name.encode())
         except CapacityError:
             producer.memory.give_back((Role.PRODUCER, name))
             return
         self._opened(producer, Role.PRODUCER, name, _PUSH)
         self._maybe_abort(producer, name, world.config.abort_producer)
+        if rng.random() < 0.5:
+            self._seal(producer, name)
+        else:  # the first token takes longer than the forward pass
+            world.later(rng.expovariate(10.0), lambda: self._seal(producer, name))
+
+    def _seal(self, producer: SimNode, name: str) -> None:
+        world = self._world
+        if producer.dead or (Role.PRODUCER, name) not in producer.open:
+            return
+        if producer.stalled_until > world.clock.now():
+            world.later(
+                producer.stalled_until - world.clock.now(), lambda: self._seal(producer, name)
+            )
+            return
+        producer.agent.seal(name, name.encode())
+        world.touch(producer)
 
     def _check_pins(self, node: SimNode, error: KvxferError, name: str) -> None:
         """Blocks that are free for the allocator must not be pinned any more."""
@@ -245,6 +304,9 @@ class Requests:
         began = node.open[role, name] = world.clock.now()
         if began < node.disturbed_until:
             self.by_id[name].disturbed = True
+        aim = self.by_id[name].aim
+        if aim is not None and aim[1] in PHASES_OF[role]:
+            node.aims[role, name] = aim
         self.unfinished += 1
         world.trace(name, node, f"begins as {role.value}")
         world.touch(node)
@@ -290,7 +352,7 @@ class Requests:
             case Expired():
                 self._ended(node, Role.PRODUCER, name, "Expired")
                 self.by_id[name].expired = True
-                self._check_leases(node, name)
+                self._world.leases.freed(node, name, self.by_id[name].consumers)
                 self._check_release(node, name)
                 self._give_back(node, Role.PRODUCER, name)
             case Declined():
@@ -323,6 +385,8 @@ class Requests:
             self._world.violation(f"{node}: {name} came with payload {event.payload!r}", name)
         if request.expired:
             self._world.violation(f"{node}: {name} was received after it had been freed", name)
+        if not request.write:
+            self._world.leases.received(node, name)
         request.received = True
         request.received_at = self._world.clock.now()
         self._give_back(node, Role.CONSUMER, name)
@@ -331,8 +395,14 @@ class Requests:
         request = self.by_id[name]
         self._ended(node, Role.PRODUCER, name, "Sent")
         request.sent = True
-        if request.write and not request.received and not request.consumers[0].dead:
-            self._world.violation(f"{node}: {name} was sent, but not received", name)
+        if request.write and not request.received:
+            consumer = request.consumers[0]
+            if consumer.in_round:  # stopped between its answer and its event
+                self._expect(
+                    consumer, lambda: not request.received, 0.0, f"{name} was sent to it", name
+                )
+            elif not consumer.dead:
+                self._world.violation(f"{node}: {name} was sent, but not received", name)
         self._give_back(node, Role.PRODUCER, name)
 
     def _failed(self, node: SimNode, event: Failed) -> None:
@@ -367,6 +437,7 @@ class Requests:
 
     def _give_back(self, node: SimNode, role: Role, name: str) -> None:
         node.quarantined.discard((role, name))
+        node.aims.pop((role, name), None)
         wrong = node.memory.give_back((role, name))
         if wrong:
             self._world.violation(f"{node}: {name}: {wrong}", name)
@@ -397,21 +468,6 @@ class Requests:
         quiet = not request.disturbed and now > node.disturbed_until
         if quiet and request.received and request.received_at + 2.0 < now:
             self._world.violation(f"{node}: {name} was received, but never released", name)
-
-    def _check_leases(self, node: SimNode, name: str) -> None:
-        """No reader may still believe in its grant when the producer frees (promise 5)."""
-        now = self._world.clock.now()
-        for reader in self.by_id[name].consumers:
-            pull = None if reader.dead else reader.agent._engine.consumer.pulls.get(name)
-            if pull is None or pull.over:
-                continue
-            for source in pull._sources:
-                if source.endpoint.incarnation != node.agent.incarnation:
-                    continue
-                if reader.clock.true(source.granted_until) > now + 1e-6:
-                    self._world.violation(
-                        f"{node}: {name} was freed while {reader} still holds a grant for it", name
-                    )
 
 
 def _compute(request: Request, layer: int, ids: list[int]) -> None:

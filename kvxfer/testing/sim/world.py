@@ -12,6 +12,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 
 from kvxfer.agent.mapping import ranks_to_wire
 from kvxfer.core import wire
@@ -23,21 +24,24 @@ from kvxfer.policies.classify import ClassifierRegistry
 from kvxfer.testing.clock import FakeClock
 from kvxfer.testing.sim.config import NodeFault, PostFault, SimConfig
 from kvxfer.testing.sim.engine import Fabric, SimTransport
-from kvxfer.testing.sim.network import SimNetwork
-from kvxfer.testing.sim.node import MARGIN, TIMEOUTS, SimNode
+from kvxfer.testing.sim.leases import LeaseWatch
+from kvxfer.testing.sim.network import SimChannel, SimNetwork
+from kvxfer.testing.sim.node import TIMEOUTS, SimNode
 from kvxfer.testing.sim.phases import message_phase, post_phase, transfer_phase
 from kvxfer.testing.sim.report import SimReport, Violation
 from kvxfer.testing.sim.requests import Request, Requests
 
 __all__ = ["World"]
 
-_BLOCKS = 40
+_BLOCKS = 96
 _TRACE = 40
 """Lines of trace that are kept per transfer."""
 _POLLS_AT_ONCE = 200
 """Rounds of one agent at one moment of time; beyond that it spins."""
 _ROUNDS_PER_TRANSFER = 1500
 _CROWD = 400
+_SLOW_FOR = 10.0
+"""Seconds that a slow poller is slow."""
 _AFTERMATH = 30.0
 """Seconds after which a fault has no consequences any more: longer than any table keeps."""
 
@@ -68,6 +72,9 @@ class World:
         self._paused: list[SimNode] = []
         self.nodes: list[SimNode] = []
         self.requests = Requests(self)
+        self.leases = LeaseWatch(self)
+        self.network.on_send = self._frame_sent
+        self.network.on_arrival = self._frame_arrived
         # One for all nodes: it takes long to make and keeps nothing of one agent.
         self.classifier = ClassifierRegistry.from_plugins()
         self.producers = [self._node(Role.PRODUCER) for _ in range(config.producers)]
@@ -122,6 +129,8 @@ class World:
         node.polled_at = now
         self.report.polls += 1
         node.in_round = True
+        node.round_began = now
+        node.paused_in_round = False
         try:
             events = node.agent.poll()
         except _Enough:
@@ -133,8 +142,13 @@ class World:
             node.in_round = False
         if node.dead:
             return
+        self.leases.polled(node)
         for event in events:
             self.requests.on_event(node, event)
+        if node.aims:
+            self._strike_aims(node)
+            if node.dead:
+                return
         # A nanosecond more: the difference of two clocks must not round to just before it is due.
         wake = node.clock.true(node.agent.next_wake) + 1e-9
         self._schedule(node, max(wake, self.clock.now()))
@@ -170,6 +184,7 @@ class World:
     def pause(self, node: SimNode, seconds: float) -> None:
         """``node`` is stopped where it is; everybody else goes on."""
         self._paused.append(node)
+        node.paused_in_round = True
         node.stalled += seconds
         end = self.clock.now() + seconds
         node.stalled_until = node.transport.stalled_until = max(node.stalled_until, end + 1e-9)
@@ -184,9 +199,19 @@ class World:
         sides = [n for n in sides if not n.dead]
         if not sides:
             return
-        node = self.rng.choice(sides)
-        node.disturbed_until = self.clock.now() + (1e9 if fault is NodeFault.SLOW else _AFTERMATH)
-        for role, name in node.open:
+        self._strike(fault, self.rng.choice(sides))
+
+    def _strike_aims(self, node: SimNode) -> None:
+        """Faults that wait for a phase which a transfer of ``node`` is in now."""
+        for (role, name), (fault, phase) in tuple(node.aims.items()):
+            if not node.dead and transfer_phase(node.agent, role, name) == phase:
+                del node.aims[role, name]
+                self.trace(name, node, f"aimed at phase {phase}")
+                self._strike(fault, node)
+
+    def _strike(self, fault: NodeFault, node: SimNode) -> None:
+        node.disturbed_until = self.clock.now() + _AFTERMATH
+        for role, name in node.memory.holders:
             self.requests.by_id[name].disturbed = True
             phase = transfer_phase(node.agent, role, name)
             if phase:
@@ -199,24 +224,37 @@ class World:
             case NodeFault.RESTART:
                 self._kill(node, same_address=True)
             case NodeFault.STALL:
-                seconds = rng.choice((0.2, 2.0, 12.0)) * rng.random()
+                lease = self.config.lease + self.config.margin
+                seconds = rng.choice((0.2, lease, 2.0, 12.0)) * rng.random()
                 node.stalled += seconds
-                node.stalled_until = node.transport.stalled_until = now + seconds
+                until = max(node.stalled_until, now + seconds)
+                node.stalled_until = node.transport.stalled_until = until
                 node.scheduled_at = float("inf")
                 self._schedule(node, node.stalled_until)
             case NodeFault.PAUSE:
                 self._pause_soon(node)
             case NodeFault.JUMP:
-                seconds = rng.random() * MARGIN * 0.9
-                node.clock.offset += seconds
+                # No two within one lease: together they could be more than its margin.
+                if now > node.jumped_at + self.config.lease + self.config.margin:
+                    node.jumped_at = now
+                    node.clock.offset += rng.random() * self.config.margin * 0.9
                 self.touch(node)
             case NodeFault.SLOW:
-                node.slow = rng.choice((0.05, 0.3))
+                node.slow = rng.choice((0.05, 0.3, self.config.lease / 3))
                 node.stalled += node.slow
+                self.later(_SLOW_FOR, partial(setattr, node, "slow", 0.0))
             case NodeFault.CUT:
                 until = now + rng.choice((0.3, 3.0)) * rng.random()
-                node.channel.cut_until = max(node.channel.cut_until, until)
-                node.transport.cut_until = node.channel.cut_until
+                channel = node.channel
+                channel.mute_until = max(channel.mute_until, until)
+                channel.deaf_until = max(channel.deaf_until, until)
+                node.transport.cut_until = max(node.transport.cut_until, until)
+            case NodeFault.DEAF:
+                seconds = rng.choice((0.3, 2 * self.config.lease)) * rng.random()
+                node.channel.deaf_until = max(node.channel.deaf_until, now + seconds)
+            case NodeFault.MUTE:
+                seconds = rng.choice((0.3, 2 * self.config.lease)) * rng.random()
+                node.channel.mute_until = max(node.channel.mute_until, now + seconds)
             case NodeFault.CROWD:
                 self._crowd(node)
 
@@ -262,6 +300,13 @@ class World:
         node.pause_for = self.rng.choice((0.1, 1.0, 8.0)) * self.rng.random()
         node.clock.on_look = node.pause_at_look
         self.touch(node)
+
+    def _frame_sent(self, source: SimChannel, to: SimChannel | None, data: bytes) -> None:
+        receiver = None if to is None else self._by_channel.get(to.number)
+        self.leases.sent(self._by_channel[source.number], receiver, data)
+
+    def _frame_arrived(self, channel: SimChannel, data: bytes) -> None:
+        self.leases.arrived(self._by_channel[channel.number], data)
 
     def _message_fault(self, name: str, data: bytes) -> None:
         self.report.faults[name, message_phase(data)] += 1
@@ -322,7 +367,7 @@ class World:
                 self.violation(f"{node}: tables are not empty: {tables}")
             if node.memory.free != node.memory.blocks:
                 holders = node.memory.holders
-                name = holders[0][1] if holders and isinstance(holders[0], tuple) else ""
+                name = holders[0][1] if holders else ""
                 self.violation(
                     f"{node}: {node.memory.blocks - node.memory.free} blocks leaked: {holders}",
                     name,
