@@ -9,7 +9,8 @@ Contenders, in turns, each with blocks of its own, READs of 64 MiB from another 
   by two; ``readv`` is a loop of process_vm_readv in C over the same memory: what the kernel gives.
 
 Times are from ``post`` to the end.  ``to_loop`` is the median of the ratios within a round;
-``best_to_loop`` compares the best times, in which other work on the machine counts least.
+``best_to_loop`` compares the best times, in which other work on the machine counts least, and
+``cpu_to_loop`` the CPU seconds of the process (medians), in which it does not count.
 
 Run: PYTHONPATH=. python benchmarks/shm_copy.py [--json FILE] [--rounds N]
 """
@@ -152,11 +153,15 @@ def measure(contenders: Contenders, cell: Cell, rounds: int) -> dict[str, object
     rng = np.random.default_rng(cell.size)
     calls = list(contenders.calls.items())
     took: dict[str, list[float]] = {name: [] for name, _ in calls}
+    cpu: dict[str, list[float]] = {name: [] for name, _ in calls}
     for turn in range(-1, rounds):
         at = turn % len(calls)
         for name, call in calls[at:] + calls[:at]:
-            seconds = call(batch_of(cell, BUFFER, rng))
+            batch = batch_of(cell, BUFFER, rng)
+            before = time.process_time()
+            seconds = call(batch)
             if turn >= 0:
+                cpu[name].append(time.process_time() - before)
                 took[name].append(seconds)
     wrong = 0
     for rig in contenders.rigs:
@@ -170,6 +175,7 @@ def measure(contenders: Contenders, cell: Cell, rounds: int) -> dict[str, object
             "gb_per_s": round(cell.nbytes / statistics.median(times) / 1e9, 2),
             "to_loop": round(statistics.median(a / b for a, b in zip(loop, times, strict=True)), 3),
             "best_to_loop": round(min(loop) / min(times), 3),
+            "cpu_to_loop": round(statistics.median(cpu["loop"]) / statistics.median(cpu[name]), 3),
         }
     pairs = zip(took["compiled"], took["compiled_2"], strict=True)
     row["two_to_one"] = round(statistics.median(a / b for a, b in pairs), 3)
@@ -222,7 +228,7 @@ def text(row: dict[str, object]) -> str:
         if isinstance(found, dict):
             parts.append(
                 f"{name} {found['gb_per_s']:.1f} GB/s ({found['to_loop']:.2f}, "
-                f"best {found['best_to_loop']:.2f})"
+                f"best {found['best_to_loop']:.2f}, cpu {found['cpu_to_loop']:.2f})"
             )
     parts.append(f"two threads x{row['two_to_one']:.2f} (best x{row['best_two_to_one']:.2f})")
     return "  ".join(parts)

@@ -117,6 +117,7 @@ LONG = (
     "tests/agent/test_aborts.py",
     "tests/agent/test_cost.py",
     "tests/agent/test_keeper_process.py",
+    "tests/bench/test_bench_run.py",
     "tests/conformance/test_suite_can_fail.py",
     "tests/demo",
     "tests/packaging/source",
