@@ -152,3 +152,39 @@ def test_nothing_to_copy(each_copier):
     """Empty vectors are copied in no time and touch nothing."""
     nothing = np.empty(0, np.int64)
     each_copier.copy_pieces(nothing, nothing, nothing, np.empty(SCRATCH_BYTES, np.uint8))
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    largest=st.sampled_from([700, 5000, 70_000]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bulk_at_any_alignment(each_copier, largest, seed):
+    """More than a cache holds, in pieces of any size at any address: the bytes of each piece, and
+    those between them, are as they should be."""
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, largest, 3 * 2**20 // largest).astype(np.int64)
+    step = size + rng.integers(0, 70, len(size))
+    order = rng.permutation(len(size))
+    target = (np.cumsum(step[order]) - step[order])[np.argsort(order)] + seed % 67
+    source = np.cumsum(step) - step + seed % 61
+    assert size.sum() > 2**20
+    half = int(step.sum()) + 128
+    memory = rng.integers(0, 256, 2 * half, dtype=np.uint8)
+    check(each_copier, memory, half, target=target, source=source, size=size)
+
+
+@pytest.mark.parametrize("shift", [-(2**20), -4097, -1, 1, 63, 2**20])
+def test_bulk_that_overlaps_its_source(each_copier, shift):
+    """A large piece is moved within one region as a small one is."""
+    nbytes, at = 3 * 2**20, 2**21
+    memory = np.random.default_rng(5).integers(0, 256, nbytes + 2 * at, dtype=np.uint8)
+    expected = memory.copy()
+    expected[at + shift : at + shift + nbytes] = memory[at : at + nbytes]
+    target, source, size = (np.array([x], np.int64) for x in (at + shift, at, nbytes))
+    base = memory.ctypes.data
+    scratch = np.empty(SCRATCH_BYTES, np.uint8)
+    each_copier.copy_pieces(base + target, base + source, size, scratch)
+    assert (memory == expected).all()
