@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import validators as v
 
+from kvxfer.core.checks import at_least, seconds
 from kvxfer.core.wire import WIRE_MAX, WIRE_MIN
 from kvxfer.errors import ConfigError
 from kvxfer.keeper.config import KeeperConfig
@@ -47,15 +48,6 @@ def seconds_of(name: str, value: object) -> float:
     ):
         raise ConfigError(f"{name} must be a positive, finite number of seconds, not {value!r:.60}")
     return float(value)
-
-
-def _duration(_: Any, attribute: attrs.Attribute[float], value: object) -> None:
-    seconds_of(attribute.name, value)
-
-
-def _count(_: Any, attribute: attrs.Attribute[int], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{attribute.name} must be an integer of at least 1, not {value!r}")
 
 
 def _period(_: Any, attribute: attrs.Attribute[float], value: object) -> None:
@@ -98,24 +90,24 @@ def _retry_policy(_: Any, attribute: attrs.Attribute[Any], value: object) -> Non
 class Limits:
     """Bounds of the agent's tables. What exceeds one is refused or evicted, and counted."""
 
-    transfers: int = attrs.field(default=65536, validator=_count)
+    transfers: int = attrs.field(default=65536, validator=at_least(1))
     """Transfers of one role that have not ended."""
-    holds: int = attrs.field(default=262144, validator=_count)
-    peers: int = attrs.field(default=4096, validator=_count)
-    early: int = attrs.field(default=4096, validator=_count)
+    holds: int = attrs.field(default=262144, validator=at_least(1))
+    peers: int = attrs.field(default=4096, validator=at_least(1))
+    early: int = attrs.field(default=4096, validator=at_least(1))
     """Transfer ids with messages that came before our own orders."""
-    early_ttl: float = attrs.field(default=30.0, validator=_duration)
-    remembered_ttl: float = attrs.field(default=300.0, validator=_duration)
+    early_ttl: float = attrs.field(default=30.0, validator=seconds)
+    remembered_ttl: float = attrs.field(default=300.0, validator=seconds)
     """For how many seconds what has ended is remembered, so that a late word about it is not taken
     for new. Ten times the default lease: nothing is re-sent for so long."""
-    queued_pushes: int = attrs.field(default=65536, validator=_count)
+    queued_pushes: int = attrs.field(default=65536, validator=at_least(1))
     """Pushes that wait for a grant or for their data."""
-    quarantined: int = attrs.field(default=64, validator=_count)
+    quarantined: int = attrs.field(default=64, validator=at_least(1))
     """Transfers in quarantine from which on the agent is not ready and refuses new ones."""
-    stuck_threads: int = attrs.field(default=2, validator=_count)
+    stuck_threads: int = attrs.field(default=2, validator=at_least(1))
     """Engine calls towards one peer that do not return, from which on nothing more is posted to
     it."""
-    events: int = attrs.field(default=1_000_000, validator=_count)
+    events: int = attrs.field(default=1_000_000, validator=at_least(1))
     """Events nobody collected; beyond it ``health`` is not ready. None is dropped."""
 
 
@@ -150,18 +142,18 @@ class AgentConfig:
     name: str = attrs.field(default="kvxfer", validator=v.instance_of(str))
     fingerprint: str = attrs.field(default="", validator=v.and_(v.instance_of(str), v.max_len(512)))
     progress: Progress = attrs.field(default=Progress.THREAD, converter=Progress)
-    lease: float = attrs.field(default=30.0, validator=_duration)
-    lease_margin: float = attrs.field(default=2.0, validator=_duration)
-    min_lease: float = attrs.field(default=0.05, validator=_duration)
-    abort_lease: float = attrs.field(default=5.0, validator=_duration)
+    lease: float = attrs.field(default=30.0, validator=seconds)
+    lease_margin: float = attrs.field(default=2.0, validator=seconds)
+    min_lease: float = attrs.field(default=0.05, validator=seconds)
+    abort_lease: float = attrs.field(default=5.0, validator=seconds)
     retry_window: float = attrs.field(default=5.0, validator=_period)
-    grant_interval: float = attrs.field(default=0.2, validator=_duration)
+    grant_interval: float = attrs.field(default=0.2, validator=seconds)
     """How often an unanswered request for a grant is repeated."""
     keeper: KeeperConfig | None = attrs.field(
         factory=KeeperConfig, validator=v.optional(v.instance_of(KeeperConfig))
     )
-    pump_interval: float = attrs.field(default=0.001, validator=_duration)
-    idle_interval: float = attrs.field(default=0.1, validator=_duration)
+    pump_interval: float = attrs.field(default=0.001, validator=seconds)
+    idle_interval: float = attrs.field(default=0.1, validator=seconds)
     data_network_trusted: bool = attrs.field(default=False, validator=v.instance_of(bool))
     wire_versions: tuple[int, int] = attrs.field(default=(WIRE_MIN, WIRE_MAX), validator=_versions)
     admission: AdmissionPolicy = attrs.field(factory=FixedAdmission, validator=_admission)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
 
+from kvxfer.core.checks import seconds
 from kvxfer.errors import ConfigError
 
 __all__ = ["KeeperConfig"]
-
-
-def _duration(_: Any, attribute: attrs.Attribute[float], value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[operator,arg-type]
-        raise ConfigError(
-            f"KeeperConfig.{attribute.name} must be a positive, finite number of seconds, "
-            f"not {value!r}"
-        )
 
 
 def _port(_: Any, attribute: attrs.Attribute[int], value: object) -> None:
@@ -40,28 +31,28 @@ class KeeperConfig:
     """Where it listens, on the interface of the control channel. 0: where
     ``ControlConfig.port_range`` has room, or the operating system's choice."""
 
-    beat_interval: float = attrs.field(default=1.0, validator=_duration)
+    beat_interval: float = attrs.field(default=1.0, validator=seconds)
     """A peer that was not heard of for so long is asked for a sign of life."""
 
-    peer_timeout: float = attrs.field(default=10.0, validator=_duration)
+    peer_timeout: float = attrs.field(default=10.0, validator=seconds)
     """``PeerDown`` comes when neither a peer's keeper nor the peer itself was heard of for so
     long. After half of it the peer itself is asked, because only its keeper may have died."""
 
-    hang_timeout: float = attrs.field(default=5.0, validator=_duration)
+    hang_timeout: float = attrs.field(default=5.0, validator=seconds)
     """A keeper that answers its agent nothing for so long is killed and started anew. Until then
     an expired hold may have to wait for its answer."""
 
-    patience: float = attrs.field(default=300.0, validator=_duration)
+    patience: float = attrs.field(default=300.0, validator=seconds)
     """How long it speaks for an agent that does not speak to it. The longest that the GIL may be
     held; a worker that hangs for longer is no worker any more."""
 
-    start_timeout: float = attrs.field(default=30.0, validator=_duration)
+    start_timeout: float = attrs.field(default=30.0, validator=seconds)
     """A keeper that is not ready by then is killed and started anew."""
 
-    restart_min: float = attrs.field(default=0.1, validator=_duration)
+    restart_min: float = attrs.field(default=0.1, validator=seconds)
     """Pause before a keeper that died is started again; doubled each time."""
 
-    restart_max: float = attrs.field(default=30.0, validator=_duration)
+    restart_max: float = attrs.field(default=30.0, validator=seconds)
     """The longest pause."""
 
     def __attrs_post_init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from kvxfer.core.checks import at_least
 from kvxfer.errors import ConfigError
 
 __all__ = ["AdmissionPolicy", "AimdAdmission", "CreditLimit", "FixedAdmission", "NoAdmission"]
@@ -86,17 +87,9 @@ def _part_of(limit: int, share: float) -> int:
     return max(1, int(limit * share))
 
 
-def _count(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be an integer of at least 1, "
-            f"not {value!r}"
-        )
-
-
 def _none_or_count(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is not None:
-        _count(instance, attribute, value)
+        at_least(1)(instance, attribute, value)
 
 
 def _fraction(
@@ -156,7 +149,7 @@ class FixedAdmission(AdmissionPolicy):
 
     credits: int | None = attrs.field(default=None, validator=_none_or_count)
     share: float = attrs.field(default=0.5, validator=_share)
-    most_waiting: int = attrs.field(default=65536, validator=_count)
+    most_waiting: int = attrs.field(default=65536, validator=at_least(1))
 
     def begin(self, capability: int | None) -> CreditLimit:
         known = [n for n in (self.credits, capability) if n is not None]
@@ -187,13 +180,13 @@ class AimdAdmission(AdmissionPolicy):
         ConfigError: names the field and the value.
     """
 
-    least: int = attrs.field(default=16, validator=_count)
+    least: int = attrs.field(default=16, validator=at_least(1))
     most: int | None = attrs.field(default=None, validator=_none_or_count)
     start: int | None = attrs.field(default=None, validator=_none_or_count)
-    increase: int = attrs.field(default=16, validator=_count)
+    increase: int = attrs.field(default=16, validator=at_least(1))
     decrease: float = attrs.field(default=0.5, validator=_factor)
     share: float = attrs.field(default=0.5, validator=_share)
-    most_waiting: int = attrs.field(default=65536, validator=_count)
+    most_waiting: int = attrs.field(default=65536, validator=at_least(1))
 
     def __attrs_post_init__(self) -> None:
         if self.most is not None and self.most < self.least:
@@ -215,7 +208,7 @@ class NoAdmission(AdmissionPolicy):
     Calls are still cut to what the engine takes at most: a larger one would never get in.
     """
 
-    most_waiting: int = attrs.field(default=65536, validator=_count)
+    most_waiting: int = attrs.field(default=65536, validator=at_least(1))
 
     def begin(self, capability: int | None) -> CreditLimit:
         return CreditLimit(None, capability)

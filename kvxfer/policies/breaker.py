@@ -13,11 +13,12 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 
-from kvxfer.errors import ConfigError, ErrorKind
+from kvxfer.core.checks import at_least, seconds
+from kvxfer.errors import ErrorKind
 
 __all__ = ["Breaker", "BreakerPolicy", "BreakerState", "BreakerTable", "Circuit"]
 
@@ -37,26 +38,6 @@ class Circuit(enum.Enum):
     HALF_OPEN = "half_open"
 
 
-def _positive(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < float("inf")
-    ):
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be a positive, finite number of "
-            f"seconds, not {value!r}"
-        )
-
-
-def _count(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be an integer of at least 1, "
-            f"not {value!r}"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class BreakerPolicy:
     """When a breaker opens. The defaults are those of Mooncake, where the storm was first seen.
@@ -71,9 +52,9 @@ class BreakerPolicy:
         ConfigError: names the field and the value.
     """
 
-    faults: int = attrs.field(default=5, validator=_count)
-    window: float = attrs.field(default=5.0, validator=_positive)
-    pause: float = attrs.field(default=10.0, validator=_positive)
+    faults: int = attrs.field(default=5, validator=at_least(1))
+    window: float = attrs.field(default=5.0, validator=seconds)
+    pause: float = attrs.field(default=10.0, validator=seconds)
 
     def begin(self) -> Breaker:
         """A closed breaker."""

@@ -17,29 +17,10 @@ from typing import Any
 
 import attrs
 
+from kvxfer.core.checks import at_least, seconds
 from kvxfer.errors import ConfigError
 
 __all__ = ["BackendState", "Change", "Failover", "Standing"]
-
-
-def _seconds(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < float("inf")
-    ):
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be a positive, finite number of "
-            f"seconds, not {value!r}"
-        )
-
-
-def _count(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be an integer of at least 1, "
-            f"not {value!r}"
-        )
 
 
 def _order(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -81,12 +62,12 @@ class Failover:
     """
 
     order: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_order)
-    faults: int = attrs.field(default=2, validator=_count)
-    window: float = attrs.field(default=5.0, validator=_seconds)
-    pause: float = attrs.field(default=5.0, validator=_seconds)
-    longest_pause: float = attrs.field(default=60.0, validator=_seconds)
-    probes: int = attrs.field(default=3, validator=_count)
-    spacing: float = attrs.field(default=0.5, validator=_seconds)
+    faults: int = attrs.field(default=2, validator=at_least(1))
+    window: float = attrs.field(default=5.0, validator=seconds)
+    pause: float = attrs.field(default=5.0, validator=seconds)
+    longest_pause: float = attrs.field(default=60.0, validator=seconds)
+    probes: int = attrs.field(default=3, validator=at_least(1))
+    spacing: float = attrs.field(default=0.5, validator=seconds)
 
     def __attrs_post_init__(self) -> None:
         if self.longest_pause < self.pause:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from kvxfer.core.checks import at_least
 from kvxfer.core.verdict import Action, Verdict
 from kvxfer.errors import ConfigError, InvalidInputError, PluginError
 from kvxfer.policies.backoff import Backoff, seeded
-from kvxfer.policies.retry_run import Budget, Decision, RetryRun, check_count
+from kvxfer.policies.retry_run import Budget, Decision, RetryRun
 from kvxfer.policies.timeouts import Phase
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ T = TypeVar("T")
 def _at_least_one(instance: object, attribute: attrs.Attribute[int], value: object) -> None:
     if value == 0:
         raise ConfigError(f"{type(instance).__name__}.{attribute.name} must be at least 1, not 0")
-    check_count(instance, attribute, value)
+    at_least(0)(instance, attribute, value)
 
 
 def _strategy(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:

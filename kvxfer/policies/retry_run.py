@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 import attrs
 import tenacity
 
+from kvxfer.core.checks import at_least
 from kvxfer.core.verdict import Action, HistoryEntry, Verdict
-from kvxfer.errors import ConfigError, ErrorKind, TransferError
+from kvxfer.errors import ErrorKind, TransferError
 from kvxfer.policies.backoff import CallState
 
 if TYPE_CHECKING:
@@ -50,23 +51,15 @@ _LOOP = tenacity.Retrying()
 _PATH_ACTIONS = frozenset({Action.REBUILD, Action.REHANDSHAKE})
 
 
-def check_count(instance: object, attribute: attrs.Attribute[int], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} must be an integer of at least 0, "
-            f"not {value!r}"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class Budget:
     """How often one run may try again. The module's text says what each count means."""
 
-    refusals: int = attrs.field(default=200, validator=check_count)
+    refusals: int = attrs.field(default=200, validator=at_least(0))
     """On one path; a rebuild starts a new count. 200 last about 7 s with the default waits."""
-    reposts: int = attrs.field(default=4, validator=check_count)
+    reposts: int = attrs.field(default=4, validator=at_least(0))
     """In one run."""
-    rebuilds: int = attrs.field(default=3, validator=check_count)
+    rebuilds: int = attrs.field(default=3, validator=at_least(0))
     """In one run."""
 
     @property
