@@ -64,12 +64,12 @@ class Draining:
         self._ended = ended
         self._deadline = now + ctx.timeouts.drain
         self._fence_deadline = self._deadline + ctx.timeouts.drain
-        self._fences: list[Pollable[Fence]] | None = None
+        self._fences: list[tuple[Link, Pollable[Fence]]] | None = None
         self._reasons: list[str] = []
         self._only_a_source = op is Op.WRITE and not peers_write
         """The blocks are read and never written."""
-        self._left = False
-        """Bytes that were sent may still land at a peer."""
+        self._left: set[Link] = set()
+        """Bytes that were sent there may still land; the connection goes on."""
         self.quarantined = False
         self._quarantined_at = 0.0
         ctx.at(self, self._deadline)
@@ -96,14 +96,14 @@ class Draining:
             self._begin_fences()
         assert self._fences is not None
         pending = []
-        for fence in self._fences:
+        for link, fence in self._fences:
             answer, error = fence.poll()
             if answer is None and error is None:
-                pending.append(fence)
+                pending.append((link, fence))
             elif answer is None:
                 self._reasons.append(str(error))
             elif self._only_a_source and not answer.done and answer.source_done:
-                self._left = True
+                self._left.add(link)
             elif not (answer.done if self._op is Op.WRITE else answer.ours_done):
                 self._reasons.append(answer.reason)
         self._fences = pending
@@ -112,7 +112,7 @@ class Draining:
                 self._abandon()  # what was sent is the receiver's to fence; the source is not read
             self._on_fenced()
             # A fenced connection carries nothing any more: the two sides have to meet anew.
-            for link in self._links:
+            for link in [link for link in self._links if link not in self._left]:
                 link.fail(StaleError(f"{link!r} was fenced"), now)
             if self._is_drained():
                 self._finish("fence", now)
@@ -132,7 +132,7 @@ class Draining:
             # Where there is no connection from here, nothing of ours was posted. A peer that writes
             # needs none of ours: then there may be nothing that we could fence.
             fences, reasons = link.begin_fences(they_write=self._peers_write)
-            self._fences += fences
+            self._fences += [(link, fence) for fence in fences]
             self._reasons += reasons
             self._ctx.counters.count("fences.begun", len(fences))
 

@@ -8,10 +8,12 @@ block was handed back is seen as a trespass.
 from __future__ import annotations
 
 import collections
+import faulthandler
 import queue
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,8 @@ LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + LEASE + MARGIN
 """No transfer may be open for longer, in seconds: its phases one after the other."""
 SLACK = 15.0
 """Seconds that a busy machine may add to a deadline."""
+STALL = 3.0
+"""Seconds without a round after which all stacks are printed."""
 SHAPE = Geometry(layers=2, blocks=96, nbytes=4096)
 BLOCKS = 8
 IN_FLIGHT = 4
@@ -101,7 +105,7 @@ class Life:
         """Why."""
         self.slowest: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
-        self._last_step = time.monotonic()
+        self._last_step = self._watched_at = time.monotonic()
         self.longest_gap = 0.0
         """Seconds between two rounds of this process: what the machine or a held GIL costs."""
         self.healthy = self.open_worker(self.worker("healthy"))
@@ -250,6 +254,11 @@ class Life:
         now = time.monotonic()
         self.longest_gap = max(self.longest_gap, now - self._last_step)
         self._last_step = now
+        if now >= self._watched_at + STALL / 4:
+            self._watched_at = now
+            faulthandler.dump_traceback_later(
+                STALL, file=sys.__stderr__
+            )  # says who holds up this process
         try:
             worker, message = self.inbox.get(timeout=0.002)
         except queue.Empty:
@@ -379,6 +388,7 @@ class Life:
         self.check_free()
 
     def end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self.softrdma.reset()
         self.agent.close()
         for worker in self.all_workers:

@@ -95,20 +95,32 @@ def probe(address: str, port: int, timeout: float) -> None:
 
 
 def hang_up(port: int) -> None:
-    """End the connections that this process has accepted on ``port``.
+    """Take no more connections on ``port``, and end those that this process has accepted there.
 
-    The engine's end waits for whoever is in the middle of a handshake with it, up to
-    ``MORI_IO_CP_TIMEOUT_MS`` and with the interpreter lock held: a peer that was stopped, or a
-    stranger who sent one byte, would stop every thread of this process.
+    The engine's end waits for whoever is in the middle of a handshake with it, and then for whoever
+    is next in line, each up to ``MORI_IO_CP_TIMEOUT_MS`` and with the interpreter lock held: a peer
+    that was stopped, or a stranger who sent one byte, would stop every thread of this process.
     """
+    for state in (_LISTEN, _ESTABLISHED):  # in this order: nobody comes in between
+        _shut(_sockets(port, state))
+
+
+_ESTABLISHED, _LISTEN = "01", "0A"
+
+
+def _sockets(port: int, state: str) -> set[str]:
+    """What ``/proc/self/fd`` calls the sockets at ``port`` that are in this state."""
     with open("/proc/self/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table][1:]
-    # Columns: number, local address, remote address, state, ..., inode.  1 is ESTABLISHED: the
-    # listening socket must be left alone.
-    suffix = f":{port:04X}"
-    wanted = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(suffix) and row[3] == "01"}
-    for name in os.listdir("/proc/self/fd") if wanted else ():
+    # Columns: number, local address, remote address, state, ..., inode.
+    return {
+        f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == state
+    }
+
+
+def _shut(sockets: set[str]) -> None:
+    for name in os.listdir("/proc/self/fd") if sockets else ():
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}") in wanted:
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+            if os.readlink(f"/proc/self/fd/{name}") in sockets:
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    one.shutdown(socket.SHUT_RDWR)
