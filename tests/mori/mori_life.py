@@ -31,11 +31,12 @@ from kvxfer.policies.timeouts import Timeouts
 
 __all__ = ["LONGEST", "Life"]
 
-TIMEOUTS = Timeouts(connect=2.5, queue=4.0, post=4.0, transfer=5.0, ack=5.0, drain=1.5)
-LEASE, MARGIN = 8.0, 0.3
+# A busy machine must be able to keep them: the healthy peer's transfers never fail.
+TIMEOUTS = Timeouts(connect=5.0, queue=10.0, post=10.0, transfer=10.0, ack=10.0, drain=3.0)
+LEASE, MARGIN = 20.0, 0.5
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + LEASE + MARGIN
 """No transfer may be open for longer, in seconds: its phases one after the other."""
-SLACK = 15.0
+SLACK = 30.0
 """Seconds that a busy machine may add to a deadline."""
 STALL = 3.0
 """Seconds without a round after which all stacks are printed."""

@@ -71,8 +71,8 @@ def test_peer_life(life, capsys):
         if ROUNDS > 5:
             with capsys.disabled():
                 print(
-                    f"{what}: {time.monotonic() - began:.1f} s, {life.count} requests, "
-                    f"problems {len(life.problems)}",
+                    f"{what}: {time.monotonic() - began:.1f} s, {life.count} requests, wrong "
+                    f"{life.wrong + life.trespasses}, problems {life.problems or 'none'}",
                     flush=True,
                 )
     life.finish()
