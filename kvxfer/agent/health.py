@@ -19,8 +19,25 @@ if TYPE_CHECKING:
     from kvxfer.agent.engine import Engine
     from kvxfer.agent.pump import Pump
 
-__all__ = ["Health", "Problem", "Snapshot", "health_of", "snapshot_of"]
+__all__ = ["PROBLEMS", "Health", "Problem", "Snapshot", "health_of", "snapshot_of"]
 
+PROBLEMS = (
+    "closed",
+    "quarantine_full",
+    "quarantine",
+    "transport_failed",
+    "thread_ended",
+    "thread_stalled",
+    "rounds_failed",
+    "keeper",
+    "events_not_collected",
+    "backpressure",
+    "observer_failed",
+    "breaker_open",
+    "failed_over",
+    "calls_stuck",
+)
+"""Names of all problems; stable."""
 _CLOSED = "open another agent, or route around this worker"
 _LONG_WAIT = 1.0
 """Seconds for which a call may wait for credits before it is worth a warning: many drain times of
@@ -34,7 +51,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        name: of a fixed set, for machines; docs/operations/runbook.md lists them.
+        name: one of ``PROBLEMS``, for machines.
         message: for people, with the numbers.
         next_step: what to do about it.
         blocking: new requests make no sense here while it lasts. Otherwise it concerns some peers,
@@ -110,6 +127,8 @@ class Snapshot:
     """Timers that are set."""
     waiting_for_credits: int = 0
     """Calls."""
+    longest_wait: float = 0.0
+    """Seconds since the one of them that asked first did."""
     queues: tuple[QueueState, ...] = ()
     """Send queues that something is in or waits for, with their credits."""
     breakers: tuple[BreakerState, ...] = ()
@@ -340,6 +359,7 @@ def snapshot_of(engine: Engine) -> Snapshot:
         quarantine=engine.consumer.quarantine.entries,
         counters=counters,
         waiting_for_credits=len(engine.ctx.desk),
+        longest_wait=engine.ctx.desk.longest_wait(engine.ctx.clock.now()),
         queues=engine.ctx.desk.states,
         breakers=engine.ctx.breakers.states(engine.ctx.clock.now()),
         backends=_backends(engine, engine.ctx.clock.now()),

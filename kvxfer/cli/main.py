@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli import doctor, keys, plugins, sim
+from kvxfer.cli import doctor, health, keys, plugins, sim
 from kvxfer.cli.bench import command as bench
 from kvxfer.cli.demo.geometry import GEOMETRIES
 from kvxfer.cli.demo.plan import FAULT_LEVELS, Sabotage
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     plugins.add_arguments(
         commands.add_parser("plugins", help="list backends, classifiers and retry policies")
     )
+    health.add_arguments(commands.add_parser("health", help="ask a worker what is wrong with it"))
     keys.add_arguments(
         commands.add_parser("keys", help="keys and allow-list of the control channel")
     )
@@ -63,6 +64,11 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--seed", type=int, default=1)
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     demo.add_argument(
+        "--metrics-port",
+        type=int,
+        help="serve metrics and health: prefill on this port, decode on the next (0: any two)",
+    )
+    demo.add_argument(
         "--sabotage",
         choices=[s.value for s in Sabotage],
         help="break one promise on purpose: the demo must notice and exit non-zero",
@@ -82,6 +88,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         faults=arguments.faults,
         seed=arguments.seed,
         sabotage=sabotage,
+        metrics_port=arguments.metrics_port,
         # Where releases are lost on purpose, the run lasts as long as a lease.
         lease=3.0 if sabotage is Sabotage.DROP_RELEASE else 10.0,
     )

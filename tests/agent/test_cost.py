@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import agent_cost
+import observe_cost
 
 
 @pytest.fixture
@@ -52,3 +53,13 @@ def test_releases_are_cheap(kind: str) -> None:
     alone = min(agent_cost.plain_decode(2000) for _ in range(3))
     seconds = min(agent_cost.Releases(kind, 1000).run() for _ in range(3))
     assert seconds < 30 * alone
+
+
+def test_metrics_cost_a_pull_next_to_nothing() -> None:
+    """A pull of 256 bytes, the smallest there is, with metrics and without."""
+    nobody, metrics = observe_cost.Pair(), observe_cost.Pair(metrics=True)
+    try:
+        assert ratio(nobody.pull, metrics.pull, 40) < 1.5
+    finally:
+        nobody.close()
+        metrics.close()

@@ -49,6 +49,15 @@ LAYERS = {
         "kvxfer.keeper",
         "kvxfer.agent",
     ),
+    # Optional: it looks at agents from outside, as a user's own code would.
+    "kvxfer.observe": (
+        "kvxfer.__version__",
+        "kvxfer.errors",
+        "kvxfer.core",
+        "kvxfer.policies",
+        "kvxfer.agent",
+        "kvxfer.observe",
+    ),
     "kvxfer.integrations": (
         "kvxfer.errors",
         "kvxfer.core",
@@ -74,6 +83,8 @@ OWNERS = {
     "entrypoints": ("kvxfer.core.plugins",),
     "zmq": ("kvxfer.core.control", "kvxfer.core.control_*"),
     "tenacity": ("kvxfer.policies",),
+    "prometheus_client": ("kvxfer.observe",),
+    "opentelemetry": ("kvxfer.observe.tracing",),
     "rich": ("kvxfer.cli",),
     "typer": ("kvxfer.cli",),
     "matplotlib": ("kvxfer.cli.bench.plots",),

@@ -78,6 +78,8 @@ class Demo:
                 "the loopback backend reaches only its own process; the demo runs two",
                 next_step="use --backend shm",
             )
+        if plan.metrics_port is not None:
+            import kvxfer.observe.metrics  # noqa: F401 - says what is missing, here and not there
         self.plan = plan
         self.requests = plan.make_requests()
         self.report = Report(plan=plan)
@@ -137,6 +139,10 @@ class Demo:
                     next_step=f"see its message above; is the backend {self.plan.backend} usable?",
                 )
             waiting.discard(child.role)
+            if message.get("status_port"):
+                sys.stderr.write(
+                    f"{child.role}: http://127.0.0.1:{message['status_port']}/metrics, /health\n"
+                )
         self.report.began = time.monotonic()
         self._feed()
 

@@ -114,6 +114,16 @@ class DemoPlan:
     in_flight: int = 24
     """Requests under way at once."""
     lease: float = 10.0
+    metrics_port: int | None = attrs.field(
+        default=None, validator=v.optional(v.and_(v.ge(0), v.le(65534)))
+    )
+    """Of the prefill process, decode has the next one; 0: any."""
+
+    def status_port(self, role: str) -> int | None:
+        """Where a process serves its metrics and health."""
+        if not self.metrics_port:
+            return self.metrics_port
+        return self.metrics_port + (role == "decode")
 
     @property
     def level(self) -> FaultLevel:

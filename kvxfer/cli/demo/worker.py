@@ -7,7 +7,7 @@ import queue
 import random
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from kvxfer.policies.breaker import BreakerPolicy
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.faults import FaultPlan, FaultPoint
 from kvxfer.testing.faulty import FaultyTransport
+
+if TYPE_CHECKING:
+    from kvxfer.observe.http import StatusServer
 
 __all__ = ["Worker"]
 
@@ -70,6 +73,7 @@ class Worker:
             {f"layers.{i}": self.cache[i] for i in range(self.scaled.layers)},
             {f"layers.{i}": self.scaled.layout(i) for i in range(self.scaled.layers)},
         )
+        self.status = _status_server(plan.status_port(name), self.agent)
         self._commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._out = threading.Lock()
         self.finishing = False
@@ -82,7 +86,8 @@ class Worker:
     def run(self) -> None:
         """Until the parent says finish and everything is over, or the parent is gone."""
         threading.Thread(target=self._read, daemon=True).start()
-        self.say(op="ready", address=self.agent.address)
+        port = None if self.status is None else self.status.port
+        self.say(op="ready", address=self.agent.address, status_port=port)
         while True:
             try:
                 command = self._commands.get(timeout=0.001)
@@ -138,6 +143,18 @@ class Worker:
 
     def tick(self) -> None:
         """Called about every millisecond."""
+
+
+def _status_server(port: int | None, agent: Agent) -> StatusServer | None:
+    """Metrics and health over HTTP, if they are wanted."""
+    if port is None:
+        return None
+    from kvxfer.observe.http import StatusServer
+    from kvxfer.observe.metrics import AgentMetrics
+
+    metrics = AgentMetrics()
+    metrics.watch(agent)
+    return StatusServer([agent], port, registry=metrics.registry)
 
 
 def _cache(transport: Transport, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
