@@ -52,8 +52,8 @@ def _files(*names: str, optional: str = "", pinned: bool = True) -> Step:
 TESTS = _files("test")
 # setuptools is among TESTS and BUILDER: without an isolated build, nothing is fetched twice.
 BUILDER = pip("setuptools")
-SOURCE = pip("--no-build-isolation", "-e", ".[cli,metrics]")
-WITH_BENCH = pip("--no-build-isolation", "-e", ".[bench,cli,metrics]")
+SOURCE = pip("--no-build-isolation", "-e", ".[cli,metrics,otel]")
+WITH_BENCH = pip("--no-build-isolation", "-e", ".[bench,cli,metrics,otel]")
 WITHOUT_TORCH = "without torch: no CPU build of the pinned torch for this Python and machine"
 TORCH = _files("torch", optional=WITHOUT_TORCH)
 WITHOUT_COMPILER = "without shm's compiled copier: no C compiler, or no headers of this Python"
@@ -208,6 +208,20 @@ def _mooncake_libraries(run: LaneRun) -> None:
         )
 
 
+def _prometheus(run: LaneRun) -> None:
+    """See that Prometheus is there; install Debian's in CI as root."""
+
+    def missing() -> list[str]:
+        return [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
+
+    if missing() and not (_apt(run, "prometheus") and not missing()):
+        raise SetupError(
+            f"the prometheus lane needs {' and '.join(missing())}, which are not on PATH; Debian, "
+            "Ubuntu: apt-get install --no-install-recommends prometheus (in CI the lane does so as "
+            "root)"
+        )
+
+
 def _verbs_headers(run: LaneRun) -> None:
     """See that the software RDMA device can be compiled; install what is missing in CI as root."""
 
@@ -319,7 +333,7 @@ def _install_wheel(run: LaneRun, python: Path, folder: Path) -> None:
     install = [*pip_argv(python), "install", "-q", "--no-input", "--no-compile"]
     again = [*install, "--force-reinstall", "--no-deps", str(wheels[0])]
     pins = str(ROOT / "constraints" / "constraints.txt")
-    for call in (again, [*install, "-c", pins, f"{wheels[0]}[bench,cli,metrics]"]):
+    for call in (again, [*install, "-c", pins, f"{wheels[0]}[bench,cli,metrics,otel]"]):
         status, _ = run.program(call, quiet=True)
         if status:
             raise LaneFailed("pip could not install the wheel")
@@ -461,6 +475,13 @@ LANES = {
             expected_skips=_engine_skips,
         ),
         Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),
+        Lane(
+            "prometheus",
+            "a real Prometheus scrapes the demo; alerts and dashboard",
+            (PORTABLE,),
+            _engine("prometheus"),
+            before=(_prometheus,),
+        ),
         Lane("sim", "whole systems in virtual time, sabotages included", (PORTABLE,), _sim),
         Lane(
             "soak",
