@@ -64,6 +64,13 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
             "all that a failed READ needs."
         ): ("test_disconnect_fails_what_is_pending",),
         "An engine that can prove only that says so.": ("test_disconnect_fails_what_is_pending",),
+        (
+            "``source_done``: no WRITE of ours reads our memory any more, though bytes that it has "
+            "sent may still land at the peer."
+        ): ("tests/mori/test_generations.py::test_fence_proves_nothing_of_a_write",),
+        "That is all that the source of a failed WRITE needs.": (
+            "tests/agent/test_write.py::test_a_source_that_nobody_reads_comes_back",
+        ),
     },
     "Peer": {
         "A connected remote transport.": ("test_moves_exactly_the_pieces",),
@@ -193,6 +200,15 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
         "Default: the engine cannot cancel; ignored.": (
             f"{_BASE}::test_what_an_author_leaves_out",
         ),
+    },
+    "Transport.host_checks": {
+        "What ``kvxfer doctor`` should look at, in order, before it starts the engine.": (
+            "tests/doctor/test_backends.py::test_checks_of_a_plug_in",
+        ),
+        "Called, like the checks themselves, in a process of its own.": (
+            "tests/doctor/test_backends.py::test_an_engine_that_ends_its_process",
+        ),
+        "Default: nothing.": ("tests/doctor/test_backends.py::test_one_crash_spoils_no_other",),
     },
     "Transport.descriptor": {
         "How peers address ``region`` now.": ("test_descriptor_addresses_the_region",),
