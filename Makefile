@@ -4,7 +4,7 @@
 LANES = @python=$$(scripts/find-python.sh) && exec "$$python" scripts/lanes.py
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-mori soak soak-mori lint docs clean
+.PHONY: help demo test test-all test-engines test-mori test-net soak soak-mori lint docs clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -19,6 +19,12 @@ test: ## the portable test suite, about as fast as tests get
 
 test-all: ## every lane: engines, Pythons, distributions, demo, documentation
 	$(LANES) run --all --jobs $(JOBS)
+
+test-engines: ## real MoRI-IO, NIXL and Mooncake, two processes each
+	$(LANES) run mori nixl mooncake --jobs $(JOBS)
+
+test-net: ## two hosts in network namespaces, their link cut and healed; needs root
+	$(LANES) run net
 
 test-mori: ## the real MoRI-IO engine over software RDMA
 	$(LANES) run mori

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes.util
 import json
 import os
@@ -33,7 +34,7 @@ class Lane:
     expected_skips: Callable[[Sequence[str]], Sequence[str]] = lambda notes: ()
     """From the notes of the set-up to patterns of reasons for which a test may be skipped."""
     skips: int | None = None
-    """How many tests are skipped, exactly, where that does not depend on the machine."""
+    """How many tests are skipped ``BY_CAPABILITY``, exactly, where the lane says so."""
     by_name_only: bool = False
     """Neither ``make test-all`` nor CI runs it."""
 
@@ -140,6 +141,11 @@ MORI_SKIPS = 26
 """Contract tests that MoRI-IO rules out: its fence is neither per peer nor per region, and both ops
 work with every memory kind. In each class of tests/mori/test_conformance_moriio.py, in each mode:
 4 of the whole contract, 2 of ``Settles``."""
+NIXL_SKIPS = 2 * 16
+"""Of the whole contract, twice: over tcp, and with shared memory as well. A test compares these
+numbers with ``kvxfer.testing.expected``."""
+MOONCAKE_SKIPS = 10
+"""Of the whole contract, once."""
 NEEDS_ROOT = (r"changing the uid needs root", r"pid namespaces cannot be made here")
 
 
@@ -268,6 +274,49 @@ def _engine(suite: str, **env: str) -> Body:
     return body
 
 
+def _by_name(run: LaneRun, python: Path, backend: str, *words: str, **env: str) -> None:
+    """The conformance suite as a backend's author runs it, away from the source tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        suite = ("--pyargs", "kvxfer.testing", "--kvxfer-backend", backend)
+        run.pytest(python, *suite, *words, cwd=Path(folder), env=env)
+
+
+FEW = ("-k", "TestPlugin or test_moves_exactly_the_pieces or test_partial_post_is_not_drained")
+"""Enough to see that the run by name works; the lane runs the rest from its own suite."""
+
+
+def _nixl(run: LaneRun, ready: Sequence[Ready]) -> None:
+    # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
+    run.pytest(ready[0].python, "tests/nixl", env={"UCX_MODULES": "^ib"})
+    _by_name(run, ready[0].python, "nixl", *FEW, UCX_MODULES="^ib")
+
+
+# ---- two hosts -----------------------------------------------------------------------------
+
+
+def _iproute2(run: LaneRun) -> None:
+    """See that network namespaces can be made; install what is missing in CI as root."""
+    if os.geteuid():
+        raise SetupError("the net lane makes network namespaces, which needs root: run it as root")
+    if shutil.which("ip") is None and not (_apt(run, "iproute2") and shutil.which("ip")):
+        raise SetupError(
+            "the net lane needs the program ip; Debian, Ubuntu: apt-get install iproute2"
+        )
+
+
+def _net(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """The control channel alone, then transfers over each engine that crosses."""
+    nixl, mooncake = (one.python for one in ready)
+    # Side by side: most of the time nothing is computed.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        env = {"UCX_MODULES": "^ib"}
+        one = pool.submit(run.pytest, nixl, "tests/net", "--net-backend", "nixl", env=env)
+        suite = "tests/net/test_two_hosts.py"
+        other = pool.submit(run.pytest, mooncake, suite, "--net-backend", "mooncake")
+        one.result()
+        other.result()
+
+
 def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
     """The tests of the simulator with its sabotages, then a campaign of new seeds."""
     python = ready[0].python
@@ -290,6 +339,7 @@ def _mooncake(run: LaneRun, ready: Sequence[Ready]) -> None:
     python = ready[0].python
     # Each engine takes a second to end, in which nothing is computed: three at a time.
     run.pytest(python, "tests/mooncake", "-n", "3")
+    _by_name(run, python, "mooncake", *FEW)
     told = _demo_result(run, python, "--backend", "mooncake", "--requests", "120")[1]
     wrong = told["bytes_wrong"] + told["blocks_leaked"]
     run.check("the demo over mooncake holds", told["held"] is True and not wrong)
@@ -315,6 +365,7 @@ def _installed(run: LaneRun, ready: Sequence[Ready]) -> None:
         run.check("kvxfer is the installed one", where.startswith(site), where.strip())
         ignored = _without((*SOURCE_ONLY, *LONG))
         run.pytest(python, "tests", *ignored, cwd=away)
+        _by_name(run, python, "shm")
     run.pytest(python, *(part for part in SOURCE_ONLY if part not in LONG))
 
 
@@ -462,9 +513,9 @@ LANES = {
             "nixl",
             "the real NIXL over UCX tcp",
             (NIXL,),
-            # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
-            _engine("nixl", UCX_MODULES="^ib"),
+            _nixl,
             expected_skips=_engine_skips,
+            skips=NIXL_SKIPS,
         ),
         Lane(
             "mooncake",
@@ -473,6 +524,14 @@ LANES = {
             _mooncake,
             before=(_mooncake_libraries,),
             expected_skips=_engine_skips,
+            skips=MOONCAKE_SKIPS,
+        ),
+        Lane(
+            "net",
+            "two hosts in network namespaces, whose link is cut and healed",
+            (NIXL, MOONCAKE),
+            _net,
+            before=(_iproute2, _mooncake_libraries),
         ),
         Lane("demo", "the demo, and every sabotage of it", (DEMO,), _demo),
         Lane(

@@ -794,7 +794,8 @@ class Link:
         """The peer cannot be used any more; waiters see ``error``."""
         if not self.usable:
             return
-        was_up = self.state is LinkState.UP
+        # Also while its connection is made anew: whoever heard of it coming hears of it going.
+        was_up = self._announced
         self.error = error
         self.state = LinkState.FAILED
         kind = self.kind_of_failure()
@@ -819,7 +820,7 @@ class Link:
         """In good order."""
         if not self.usable:
             return
-        was_up = self.state is LinkState.UP
+        was_up = self._announced
         self._ctx.breakers.unproven(self.breaker)
         self.error = StaleError(reason)
         self.state = LinkState.CLOSED

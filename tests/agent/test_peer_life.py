@@ -310,3 +310,20 @@ def test_expired_hold_of_a_reader_that_died_without_proof(rig: Rig) -> None:
     c.agent._channel.close()  # its engine lives, as far as anybody can tell
     rig.run(lambda: bool(p.of(Expired)))
     assert rig.clock.now() - granted >= 3.0
+
+
+def test_a_peer_that_dies_while_its_connection_is_made_anew(rig: Rig) -> None:
+    """Whoever was told that a peer came is told that it went, also when it goes while a connection
+    to it that had failed is being made again."""
+    p, c = rig.node("p"), rig.node("c")
+    c.agent.connect([p.agent.endpoint])
+    rig.run(lambda: bool(c.of(PeerUp)))
+    rig.nodes.remove(p)
+    p.agent._channel.close()  # its engine tells nobody
+    link = c.agent._engine.links.of(p.agent.incarnation)
+    assert link is not None
+    link._renew(rig.clock.now())
+    rig.run(lambda: bool(c.of(PeerDown)), seconds=60)
+    rig.pass_time(10)
+    assert len(c.of(PeerUp)) == len(c.of(PeerDown)) == 1
+    assert c.agent.snapshot().peers == ()

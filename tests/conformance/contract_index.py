@@ -520,6 +520,7 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
     "Capabilities.ip_versions": {
         "IP versions the engine can reach peers over; empty where it uses no network.": (
             "test_describes_itself",
+            "tests/net/test_two_hosts.py::test_reads_and_writes_cross",
         ),
     },
     "Capabilities.process_local": {

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,18 @@ IN_FLIGHT = 10
 class Child:
     """One worker process."""
 
-    def __init__(self, name: str, inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]],
+        command: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self.open: dict[str, float] = {}
         """Transfers whose end it has not reported, and when they were begun."""
         self.stopped = False
         self.process = subprocess.Popen(
-            [sys.executable, str(_WORKER), name],
+            list(command) or [sys.executable, str(_WORKER), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -88,9 +93,25 @@ class Child:
 
 
 class Soak:
-    """The router between a producer and a consumer, and the judge."""
+    """The router between a producer and a consumer, and the judge.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of what is chosen at random.
+        commands: what starts the two, by their names; otherwise they are workers over shm.
+        longest: seconds after which no transfer of theirs may be open.
+    """
+
+    start_timeout = 60.0
+    """Seconds until a worker is ready."""
+
+    def __init__(
+        self,
+        seed: int,
+        commands: Mapping[str, Sequence[str]] | None = None,
+        longest: float = LONGEST,
+    ) -> None:
+        self.commands = commands or {}
+        self.longest = longest
         self.rng = random.Random(seed)
         self.inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]] = queue.SimpleQueue()
         self.count = 0
@@ -100,9 +121,13 @@ class Soak:
         self.problems: list[str] = []
         self.why: collections.deque[str] = collections.deque(maxlen=8)
         """The latest failures, in words."""
-        self.producer = Child("producer", self.inbox)
-        self.consumer = Child("consumer", self.inbox)
+        self.producer = self.child("producer")
+        self.consumer = self.child("consumer")
         self.ready({self.producer, self.consumer})
+
+    def child(self, name: str) -> Child:
+        """A new worker process."""
+        return Child(name, self.inbox, self.commands.get(name, ()))
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -143,7 +168,7 @@ class Soak:
 
     def ready(self, children: set[Child]) -> None:
         waiting = set(children)
-        end = time.monotonic() + 60
+        end = time.monotonic() + self.start_timeout
         while waiting:
             child, message = self.inbox.get(timeout=max(0.01, end - time.monotonic()))
             if message["op"] == "ready":
@@ -176,7 +201,9 @@ class Soak:
 
     def settle(self, what: str, *children: Child) -> bool:
         """Wait until everything that is open on these sides has ended, in time."""
-        return self.until(lambda: not any(child.open for child in children), what, LONGEST + _SLACK)
+        return self.until(
+            lambda: not any(child.open for child in children), what, self.longest + _SLACK
+        )
 
     def serves(self, what: str) -> None:
         """Both sides carry out new requests, successfully.
@@ -207,10 +234,12 @@ class Soak:
         survivor = self.consumer if victim is self.producer else self.producer
         self.settle(f"{what}: {survivor.name} after the death of {victim.name}", survivor)
         self.until(
-            lambda: not self.quarantined, f"{what}: quarantine {self.quarantined}", LONGEST + _SLACK
+            lambda: not self.quarantined,
+            f"{what}: quarantine {self.quarantined}",
+            self.longest + _SLACK,
         )
         victim.end()
-        new = Child(victim.name, self.inbox)
+        new = self.child(victim.name)
         if victim is self.producer:
             self.producer = new
         else:
@@ -238,7 +267,9 @@ class Soak:
         if harmless and self.failed > failed_before:
             self.problems.append(f"{what}: {dict(self.outcomes)}: something failed")
         self.until(
-            lambda: not self.quarantined, f"{what}: quarantine {self.quarantined}", LONGEST + _SLACK
+            lambda: not self.quarantined,
+            f"{what}: quarantine {self.quarantined}",
+            self.longest + _SLACK,
         )
         self.serves(f"{what}: after it goes on")
 
@@ -252,7 +283,7 @@ class Soak:
         self.settle("finish", self.producer, self.consumer)
         for child in (self.producer, self.consumer):
             child.tell(op="finish")
-        end = time.monotonic() + LONGEST + _SLACK
+        end = time.monotonic() + self.longest + _SLACK
         while len(finals) < 2 and time.monotonic() < end:
             message = self.take(0.5)
             if message is not None and message["op"] == "final":

@@ -1,4 +1,5 @@
-"""One worker process of the soak: an agent over shm, a block allocator, and a check of every byte.
+"""One worker process of the soak: an agent (over shm unless it is given another one), a block
+allocator, and a check of every byte.
 
 Commands are JSON lines on standard input, messages JSON lines on standard output.  Both READ and
 WRITE, both roles.  Blocks that are free hold a pattern, and whoever takes them checks it: what
@@ -59,14 +60,10 @@ def content(index: int, layer: int, position: int) -> Any:
 class Worker:
     """See the module."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, agent: Agent) -> None:
         self.memory = allocate((LAYERS, BLOCKS, NBYTES), np.uint8)
         self.memory[:] = FREE
-        self.agent = Agent(
-            ShmTransport(),
-            config=AgentConfig(name=name, lease=LEASE, lease_margin=MARGIN),
-            timeouts=TIMEOUTS,
-        )
+        self.agent = agent
         layers = {f"layer{i}": self.memory[i] for i in range(LAYERS)}
         self.agent.register_kv_caches(layers, LAYOUT)
         self.free = list(range(BLOCKS))
@@ -220,5 +217,11 @@ class Worker:
         self._commands.put(None)
 
 
+def main() -> None:
+    """A worker over shm, called by the first argument."""
+    config = AgentConfig(name=sys.argv[1], lease=LEASE, lease_margin=MARGIN)
+    Worker(Agent(ShmTransport(), config=config, timeouts=TIMEOUTS)).run()
+
+
 if __name__ == "__main__":
-    Worker(sys.argv[1]).run()
+    main()

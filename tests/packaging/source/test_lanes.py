@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvxfer.testing.expected import EXPECTED
+
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = Path(sys.executable)
 
@@ -86,14 +88,21 @@ def test_expected_skip(scripts: Any, tmp_path: Path) -> None:
 
 
 def test_exact_number_of_skips(scripts: Any, tmp_path: Path) -> None:
-    """Where a lane says how many tests it skips, one more or one less fails it, whatever the
-    reason; the MoRI-IO lane does."""
-    source = "import pytest\ndef test_a(): pass\n@pytest.mark.skip('known')\ndef test_b(): pass"
+    """Where a lane says how many tests its capabilities rule out, one more or one less fails it,
+    and other skips do not count; the lanes of the engines do, with the expected numbers."""
+    source = (
+        "import pytest\ndef test_a(): pass\n@pytest.mark.skip('by capability: known')\n"
+        "def test_b(): pass\n@pytest.mark.skip('known')\ndef test_c(): pass"
+    )
     for exactly, ok in ((1, True), (0, False), (2, False)):
         result = run(scripts, tmp_path, source, "known", skips=exactly)
         assert result["ok"] is ok
         assert ok or result["problem"] == f"1 tests were skipped, not {exactly}"
-    assert scripts.lane_table.LANES["mori"].skips > 0
+    lanes = scripts.lane_table.LANES
+    assert lanes["mori"].skips > 0
+    # Over tcp and with shared memory; once.
+    assert lanes["nixl"].skips == 2 * EXPECTED["nixl"].skips
+    assert lanes["mooncake"].skips == EXPECTED["mooncake"].skips
 
 
 def test_a_lane_that_hangs_is_ended(scripts: Any, tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ def test_every_engine_suite_has_a_lane(scripts: Any) -> None:
     """What plain pytest leaves out is run by the lane of that name."""
     text = (ROOT / "pyproject.toml").read_text()
     suites = set(re.findall(r'"tests/([a-z]+)"', text.partition("norecursedirs")[2]))
-    assert suites == {"mooncake", "mori", "nixl", "prometheus", "sim", "soak", "vllm"}
+    assert suites == {"mooncake", "mori", "net", "nixl", "prometheus", "sim", "soak", "vllm"}
     assert suites <= set(scripts.lane_table.ALL)
 
 
