@@ -1,12 +1,8 @@
 """A small HTTP server for whoever watches a worker: metrics, health and snapshot.
 
-======== ==================================================================================
-path     answer
-======== ==================================================================================
-/metrics Prometheus' text, of everything in the registry (404 without prometheus-client)
-/health  JSON, one ``Health.to_dict()`` per agent; status 200 if all are ready, else 503
-/snapshot JSON, one ``Snapshot.to_dict()`` per agent
-======== ==================================================================================
+- ``/metrics``: Prometheus' text, of everything in the registry; 404 without one.
+- ``/health``: JSON, one ``Health.to_dict()`` per agent; status 200 if all are ready, else 503.
+- ``/snapshot``: JSON, one ``Snapshot.to_dict()`` per agent.
 
 Whoever reaches the port reads addresses of peers and ids of transfers, and no data: it listens on
 loopback unless told otherwise.  Requests are answered on threads of their own.
