@@ -51,6 +51,7 @@ from kvxfer.core.layout import Align, Blocks, KVLayout
 from kvxfer.core.observations import Verb
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.topology import Ranks
+from kvxfer.core.trace import trace_of
 from kvxfer.core.wire import MAX_PAYLOAD_NBYTES
 from kvxfer.errors import (
     CircuitOpenError,
@@ -1120,10 +1121,7 @@ class Agent:
 
     def _trace(self, given: str | None, offered: str = "") -> str:
         """The trace context of a transfer that begins: its own, the offer's, the caller's."""
-        own = arguments.checked_traceparent("traceparent", given)
-        if own or offered or self._trace_context is None:
-            return own or offered
-        return arguments.checked_traceparent("what trace_context returns", self._trace_context())
+        return trace_of(given, None if offered else self._trace_context) or offered
 
     def _groups(self, blocks: BlocksLike) -> tuple[Blocks, ...]:
         groups = arguments.block_lists(blocks)

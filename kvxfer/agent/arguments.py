@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvxfer.agent.mailbox import canonical
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
-from kvxfer.core.trace import checked_traceparent
 from kvxfer.errors import InvalidInputError
 
 __all__ = [
     "alignment",
     "an_offer",
     "block_lists",
-    "checked_traceparent",
     "count",
     "endpoints",
     "items",

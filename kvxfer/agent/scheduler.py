@@ -12,7 +12,7 @@ known then: they come back with its report, or when it is known to have ended (`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -25,7 +25,7 @@ from kvxfer.core.events import Event, Role
 from kvxfer.core.layout import Align, Blocks
 from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.timers import Timers
-from kvxfer.core.trace import checked_traceparent
+from kvxfer.core.trace import checked_traceparent, trace_of
 from kvxfer.errors import CapacityError, ConfigError, InvalidInputError
 from kvxfer.policies.timeouts import Phase, Timeouts
 
@@ -45,6 +45,7 @@ class SchedulerAgent:
         report_grace: seconds that a worker's report may take to arrive here.
         longest: seconds after which a hold is given up here whatever renews it.
         clock: for the deadlines; the system's unless a test or simulator has its own.
+        trace_context: as for ``Agent``; asked by ``hold``.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class SchedulerAgent:
         report_grace: float = 5.0,
         longest: float = 3600.0,
         clock: Clock | None = None,
+        trace_context: Callable[[], str] | None = None,
     ) -> None:
         self.config = config or AgentConfig()
+        self._trace_context = trace_context
         self._timeout = seconds_of("transfer_timeout", transfer_timeout)
         self._grace = seconds_of("report_grace", report_grace)
         self._longest = seconds_of("longest", longest)
@@ -145,7 +148,7 @@ class SchedulerAgent:
             raise ConfigError("the workers are not known", next_step="call set_workers first")
         seconds = self.config.lease if lease is None else seconds_of("lease", lease)
         groups = _groups(blocks)
-        trace = checked_traceparent("traceparent", traceparent)
+        trace = trace_of(traceparent, self._trace_context)
         known = self._open.get((Role.PRODUCER, transfer_id))
         if known is not None and known.joins(owner) and known.holds(groups):
             known.join(owner)

@@ -10,10 +10,17 @@ Source: https://www.w3.org/TR/trace-context/
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from kvxfer.errors import InvalidInputError
 
-__all__ = ["MAX_TRACEPARENT", "TRACEPARENT_LENGTH", "checked_traceparent", "read_traceparent"]
+__all__ = [
+    "MAX_TRACEPARENT",
+    "TRACEPARENT_LENGTH",
+    "checked_traceparent",
+    "read_traceparent",
+    "trace_of",
+]
 
 TRACEPARENT_LENGTH = 55
 """Characters of a version 00 ``traceparent``, and of what is sent on."""
@@ -59,3 +66,15 @@ def checked_traceparent(name: str, value: object) -> str:
             "out",
         )
     return found
+
+
+def trace_of(given: object, context: Callable[[], str] | None) -> str:
+    """The trace context that a call names, or else what ``context`` says; empty if there is none.
+
+    Raises:
+        InvalidInputError: one of them is no trace context.
+    """
+    own = checked_traceparent("traceparent", given)
+    if own or context is None:
+        return own
+    return checked_traceparent("what trace_context returns", context())

@@ -12,6 +12,7 @@ from keeper_rig import KEEPER, LEASE, LONG, MARGIN, KeeperRig, KeptNode
 from kvxfer.core import wire
 from kvxfer.core.channel import Inbound
 from kvxfer.core.events import Expired, Failed, PeerDown, Received, Sent
+from kvxfer.core.observations import KeeperDied, KeeperStarted, Observation
 from kvxfer.errors import ErrorKind
 from kvxfer.testing.faults import Fault, FaultKind
 from kvxfer.testing.keeper import StopAt
@@ -197,12 +198,17 @@ def test_keeper_death_is_named_and_repaired(rig: KeeperRig) -> None:
     p, c = rig.pair(posts=SLOW)
     begin(rig, p, c)
     assert p.agent.health().ready
+    seen: list[Observation] = []
+    p.agent.add_observer(seen.append)
     p.kept.kill()
     rig.pass_time(0.05)
+    (died,) = (x for x in seen if isinstance(x, KeeperDied))
+    assert "signal 9" in died.reason
     health = p.agent.health()
     assert not health.ready
     assert any("keeper was killed by signal 9" in reason for reason in health.reasons)
     rig.run(lambda: p.agent.health().ready, seconds=2)
+    assert KeeperStarted() in seen
     rig.pass_time(0.2)
     p.hold_gil(2.1 * LEASE)
     rig.run(lambda: bool(c.of(Received)))

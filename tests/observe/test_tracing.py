@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvxfer import Agent, Offer
+from kvxfer import Agent, Offer, SchedulerAgent
 from kvxfer.core.events import Drained, Failed, Quarantined
 from kvxfer.core.observations import Outcome, PostFailed, TransferBegan, TransferEnded, Verb
 from kvxfer.core.verdict import Action, EngineError, Op
@@ -234,3 +234,23 @@ def test_a_trace_context_that_is_none(otel: Exporter) -> None:
             p.hold("t", at(0, 5))
         assert p.snapshot().holds == 0
         assert isinstance(p, Agent)
+
+
+def test_through_the_scheduler_half(otel: Exporter) -> None:
+    """A trace context travels from the scheduler half of prefill to its workers and into the offer,
+    and from there to the workers of decode."""
+    with agent("p") as p, agent("c") as c:
+        AgentTracing(p, provider=otel.provider)
+        AgentTracing(c, provider=otel.provider)
+        prefill = SchedulerAgent([p.info], trace_context=current_traceparent)
+        decode = SchedulerAgent([c.info])
+        with otel.tracer.start_as_current_span("request") as request:
+            offer = Offer.from_json(prefill.hold("t", at(0, 5)).to_json())
+        p.execute(prefill.take_orders())
+        decode.pull(offer, at(0, 1))
+        c.execute(decode.take_orders())
+        drive(p, c, until=lambda: len(otel.spans()) == 2)
+    for name in ("kvxfer.hold", "kvxfer.pull"):
+        parent = otel.one(name).parent
+        assert parent is not None
+        assert parent.span_id == request.get_span_context().span_id
