@@ -506,6 +506,7 @@ LANES = {
             (MORI,),
             _mori,
             before=(_verbs_headers,),
+            limit=2400.0,
             expected_skips=_engine_skips,
             skips=MORI_SKIPS,
         ),
