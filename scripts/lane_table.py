@@ -16,7 +16,7 @@ from typing import Any
 
 from compiles import CANNOT
 from lane_run import LaneFailed, LaneRun
-from venvs import ROOT, Ready, SetupError, Step, Venv, pip, pip_argv
+from venvs import ROOT, Ready, SetupError, Step, Venv, locked, pip, pip_argv
 
 Body = Callable[[LaneRun, Sequence[Ready]], None]
 
@@ -191,9 +191,10 @@ def _apt(run: LaneRun, *packages: str) -> bool:
     apt = shutil.which("apt-get")
     if not (os.environ.get("CI") and apt and os.geteuid() == 0):
         return False
-    for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-        # Quiet: what it prints names the mirrors of this machine.
-        run.program([apt, "-q", *words], env={"DEBIAN_FRONTEND": "noninteractive"}, quiet=True)
+    with locked("apt"):  # two lanes at a time, and apt waits for nobody
+        for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+            # Quiet: what it prints names the mirrors of this machine.
+            run.program([apt, "-q", *words], env={"DEBIAN_FRONTEND": "noninteractive"}, quiet=True)
     return True
 
 

@@ -117,7 +117,7 @@ def ensure(venv: Venv) -> Ready:
     """
     start = time.monotonic()
     HOME.mkdir(exist_ok=True)
-    with _lock(venv.name):
+    with locked(venv.name):
         stamp = venv.folder / STAMP
         known = json.loads(stamp.read_text()) if stamp.exists() else {}
         current = known.get("key") == _key(venv, known.get("interpreter", ""))
@@ -166,7 +166,7 @@ def _run(venv: Venv, step: Step, log: TextIO) -> str:
             names = {"{python}": str(venv.python), "{venv}": str(venv.folder)}
             argv.append(names.get(part, part))
     started = time.monotonic()
-    with _lock("source") if step.touches_source else contextlib.nullcontext():
+    with locked("source") if step.touches_source else contextlib.nullcontext():
         done = subprocess.run(
             argv,
             cwd=ROOT,
@@ -191,7 +191,7 @@ def _run(venv: Venv, step: Step, log: TextIO) -> str:
 
 
 @contextlib.contextmanager
-def _lock(name: str) -> Iterator[None]:
+def locked(name: str) -> Iterator[None]:
     """Keep other processes, and other threads of ours, from doing the same thing."""
     with (HOME / f"{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import re
@@ -273,3 +274,27 @@ def test_ci_runs_everything() -> None:
     ]
     assert order == sorted(order)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_two_lanes_do_not_run_apt_at_once(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """apt fails at once where another one is at work: the lanes take turns."""
+    busy = tmp_path / "busy"
+    program = f'mkdir "{busy}" || exit 1; sleep 0.2; rmdir "{busy}"; echo "$2" >> "{tmp_path}/done"'
+    fake(tmp_path, "apt-get", program)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    failed: list[int] = []
+
+    class Run:
+        def program(self, words: list[str], **_: Any) -> tuple[int, str]:
+            status = subprocess.run(words, check=False).returncode
+            failed.extend([status] if status else [])
+            return status, ""
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: scripts.lane_table._apt(Run(), "x"), range(4)))
+    assert not failed
+    assert sorted((tmp_path / "done").read_text().split()) == ["install"] * 4 + ["update"] * 4
