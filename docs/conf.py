@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generated
 
 project = "kvxfer"
 author = "The kvxfer authors"
@@ -10,7 +17,7 @@ project_copyright = author
 version = release = installed_version("kvxfer")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "drawings"]
 suppress_warnings: list[str] = []
 
 # The engines are not needed to read about their backends.
@@ -26,3 +33,13 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "kvxfer"
 html_show_sourcelink = False
+
+
+def _fill(app: Any, docname: str, source: list[str]) -> None:
+    del app, docname
+    source[0] = generated.fill(source[0])
+
+
+def setup(app: Any) -> None:
+    """Generated parts of pages take the place of their marks."""
+    app.connect("source-read", _fill)

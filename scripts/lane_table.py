@@ -121,13 +121,17 @@ LONG = (
     "tests/bench/test_bench_run.py",
     "tests/conformance/test_suite_can_fail.py",
     "tests/demo",
+    "tests/doctor/test_backends.py",
+    "tests/doctor/test_broken_hosts.py",
     "tests/packaging/source",
 )
 """Parts that take minutes and depend on no Python version: a lane of their own has them."""
 
+DOCS_ONLY = ("tests/docs",)
+"""What pages show: the lane of the documentation runs it."""
+
 SOURCE_ONLY = (
     "tests/agent/test_cost.py",
-    "tests/docs",
     "tests/examples",
     "tests/packaging/source",
 )
@@ -166,7 +170,9 @@ def _torchless_skips(notes: Sequence[str]) -> Sequence[str]:
 
 def _portable(run: LaneRun, ready: Sequence[Ready]) -> None:
     # Two at a time, whole files each: it is the one lane that runs alone, on two cores or more.
-    run.pytest(ready[0].python, "tests", *_without(LONG), "-n", "2", "--dist", "loadfile")
+    run.pytest(
+        ready[0].python, "tests", *_without((*LONG, *DOCS_ONLY)), "-n", "2", "--dist", "loadfile"
+    )
 
 
 def _long(run: LaneRun, ready: Sequence[Ready]) -> None:
@@ -364,7 +370,7 @@ def _installed(run: LaneRun, ready: Sequence[Ready]) -> None:
         _, where = run.program([python, "-c", program], cwd=away, quiet=True)
         site = str(python.parent.parent)
         run.check("kvxfer is the installed one", where.startswith(site), where.strip())
-        ignored = _without((*SOURCE_ONLY, *LONG))
+        ignored = _without((*SOURCE_ONLY, *LONG, *DOCS_ONLY))
         run.pytest(python, "tests", *ignored, cwd=away)
         _by_name(run, python, "shm")
     run.pytest(python, *(part for part in SOURCE_ONLY if part not in LONG))
@@ -409,6 +415,8 @@ def _docs(run: LaneRun, ready: Sequence[Ready]) -> None:
             ]
         )
     run.check("the documentation builds without a warning", status == 0, f"exit status {status}")
+    # What no lane can run is printed with its reason.
+    run.program([python, "tests/docs/doc_blocks.py"])
     run.pytest(python, "tests/docs")
 
 
