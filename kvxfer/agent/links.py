@@ -24,7 +24,7 @@ from kvxfer.agent.poster import Poster
 from kvxfer.agent.switching import Switching
 from kvxfer.core import wire
 from kvxfer.core.events import PeerDown, PeerUp
-from kvxfer.core.observations import BreakerClosed, BreakerOpened, PeerSuspected
+from kvxfer.core.observations import BreakerClosed, BreakerOpened, ConnectFailed, PeerSuspected
 from kvxfer.core.verdict import Action
 from kvxfer.errors import (
     CircuitOpenError,
@@ -627,6 +627,16 @@ class Link:
         decision = run.after(verdict, now, str(error))
         if decision.again:
             self._ctx.counters.count(f"connect.retried.{verdict.kind.value}")
+        if self._ctx.observers:
+            self._ctx.observe(
+                ConnectFailed(
+                    peer=self.incarnation,
+                    kind=verdict.kind,
+                    again=decision.again,
+                    delay=max(0.0, decision.at - now) if decision.again else 0.0,
+                    message=str(error),
+                )
+            )
         return decision
 
     # ---- the path ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvxfer.core.transport import Peer, Transport
     from kvxfer.policies.credit_queue import Grant, QueueState
     from kvxfer.policies.retry import RetryRun
-    from kvxfer.policies.retry_run import Decision
 
 __all__ = ["Call", "Part", "history_of"]
 
@@ -207,6 +207,7 @@ class Call:
             part.fail_for_link(self.history)
             return
         if self.is_elsewhere:
+            part.tell_failed(verdict, message, refused=self.current is None, again=True)
             self._again_elsewhere(now)
             return
         if self._run is None:
@@ -218,14 +219,21 @@ class Call:
         decision = self._run.after(verdict, now, message)
         if decision.action is Action.WAIT:
             return  # not ended after all: another report or the deadline will come
-        if part.ctx.observers:
-            part.tell_failed(verdict, decision, message, refused=refused, now=now)
+        tell = partial(
+            part.tell_failed,
+            verdict,
+            message,
+            refused=refused,
+            action=decision.action,
+            delay=decision.at - now,
+        )
         if decision.action in (Action.REBUILD, Action.REHANDSHAKE):
             # Also where this call gives up: others share the path.
             error = TransferError(message, kind=verdict.kind, engine=engine)
             greet = decision.action is Action.REHANDSHAKE
             part.link.path_failed(now, self._generation, error, greet=greet)
             if not part.link.usable:  # too often: nothing is tried for a while
+                tell(again=False)
                 self._over()
                 part.fail_for_link(self.history)
                 return
@@ -233,15 +241,18 @@ class Call:
             kind = decision.kind or verdict.kind
             part.link.gave_up(TransferError(message, kind=kind, engine=engine), now)
         if self.is_elsewhere:
+            part.tell_failed(verdict, message, refused=refused, again=True)
             self._again_elsewhere(now)
             return
         if not decision.again:
             kind = decision.kind or verdict.kind
             part.ctx.counters.count(f"posts.failed.{kind.value}")
+            tell(again=False)
             self._over()
             part.fail(self._run.error(message, engine=engine))
             return
         part.ctx.counters.count(f"posts.retried.{verdict.kind.value}")
+        tell(again=True)
         self.current = None
         if decision.action is Action.SPLIT:
             part.ctx.counters.count("posts.split")
@@ -389,9 +400,18 @@ class Part:
             self.ctx.at(self, self.deadline)
 
     def tell_failed(
-        self, verdict: Verdict, decision: Decision, message: str, *, refused: bool, now: float
+        self,
+        verdict: Verdict,
+        message: str,
+        *,
+        refused: bool,
+        again: bool,
+        action: Action = Action.REPOST,
+        delay: float = 0.0,
     ) -> None:
         """Tell the observers that one post was refused or failed, and what is done about it."""
+        if not self.ctx.observers:
+            return
         self.ctx.observe(
             PostFailed(
                 transfer_id="" if self._handle is None else self._handle.transfer_id,
@@ -399,9 +419,9 @@ class Part:
                 op=self.op,
                 kind=verdict.kind,
                 refused=refused,
-                action=decision.action,
-                again=decision.again,
-                delay=max(0.0, decision.at - now) if decision.again else 0.0,
+                action=action,
+                again=again,
+                delay=max(0.0, delay) if again else 0.0,
                 rule=verdict.rule,
                 message=message,
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.agent.posting import Job, Outcome, PostingThread, post_once, wrapped
 from kvxfer.core.attempt import Attempt
+from kvxfer.core.verdict import Action, Verdict
 from kvxfer.errors import CapacityError, ErrorKind, TransferError
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from kvxfer.policies.credit_queue import Grant
 
 __all__ = ["Poster"]
+
+_STUCK = Verdict(
+    kind=ErrorKind.TIMEOUT,
+    action=Action.FAIL,
+    retryable=False,
+    drained=False,
+    rule="kvxfer.timeouts.post",
+)
 
 
 class Poster:
@@ -234,7 +243,15 @@ class Poster:
             history=job.call.history,
         )
         self._ctx.counters.count("posts.failed.timeout")
-        if self._link.gave_up(error, now):
+        elsewhere = self._link.gave_up(error, now)
+        job.call.part.tell_failed(
+            _STUCK,
+            error.message,
+            refused=False,
+            again=elsewhere,
+            action=Action.REPOST if elsewhere else Action.FAIL,
+        )
+        if elsewhere:
             return  # the call waits for the thread, or for the deadline
         job.call.part.fail(error)
         # The thread may still be at work on that path, and posts on one path come one at a time.

@@ -27,6 +27,7 @@ from kvxfer.errors import ErrorKind
 __all__ = [
     "BreakerClosed",
     "BreakerOpened",
+    "ConnectFailed",
     "KeeperDied",
     "KeeperStarted",
     "Observation",
@@ -140,6 +141,20 @@ class PostFailed(Observation):
     again: bool
     delay: float
     rule: str
+    message: str
+
+
+@attrs.frozen(kw_only=True)
+class ConnectFailed(Observation):
+    """A connect to a peer, or the preparation of a path to it, failed.
+
+    ``again``: it is tried again in ``delay`` seconds; otherwise the peer is given up.
+    """
+
+    peer: str
+    kind: ErrorKind
+    again: bool
+    delay: float
     message: str
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_rig import Node, Rig, at
+from test_posting import Bench, peer
 
 from kvxfer import AgentConfig, KVLayout
 from kvxfer.agent import Agent
@@ -17,6 +18,7 @@ from kvxfer.core.events import Drained, Event, Expired, Failed, Quarantined, Rec
 from kvxfer.core.observations import (
     BreakerClosed,
     BreakerOpened,
+    ConnectFailed,
     Observation,
     Outcome,
     PeerSuspected,
@@ -326,3 +328,34 @@ def test_never_two_at_a_time() -> None:
             threading.Event().wait(0.01)
     assert threads == {"kvxfer-w", threading.current_thread().name}
     assert agent.snapshot().counters.get("observers.failed", 0) == 0
+
+
+def test_connects_that_fail(rig: Rig) -> None:
+    """Each is told with its kind, and whether it is tried again; they are what the counters say."""
+    refuse = Fault(kind=FaultKind.FAIL, error=BROKEN)
+    p = rig.node("p")
+    c = rig.node("c", plan=FaultPlan(connects=[refuse, refuse]))
+    seen = watch(c)
+    c.agent.pull(p.agent.hold("t", at(0, 5)), at(0, 1))
+    rig.run(lambda: bool(c.of(Received) or c.of(Failed)))
+    failed = of(seen, ConnectFailed)
+    assert failed
+    assert all(x.peer == p.agent.incarnation and x.message for x in failed)
+    retried = sum(n for name, n in c.counters.items() if name.startswith("connect.retried."))
+    assert sum(x.again for x in failed) == retried
+
+
+def test_a_call_that_does_not_return(rig: Rig) -> None:
+    """``Timeouts.post`` is over: told as a failure that is not tried again."""
+    bench = Bench(rig)
+    p = peer(rig, "p")
+    bench.engine.stuck.add(p.transport.incarnation)
+    seen: list[Observation] = []
+    bench.c.agent.add_observer(seen.append)
+    handle = bench.pull(p, "t", block=1)
+    bench.until_inside(1)
+    rig.run(lambda: handle.done)
+    (failed,) = of(seen, PostFailed)
+    assert (failed.kind, failed.again, failed.refused) == (ErrorKind.TIMEOUT, False, False)
+    assert failed.rule == "kvxfer.timeouts.post"
+    assert bench.c.counters["posts.failed.timeout"] == 1
