@@ -19,7 +19,7 @@ RULES = ROOT / "docs" / "operations" / "kvxfer-alerts.yml"
 
 
 class Prometheus:
-    """A real server that scrapes ``targets`` five times a second and evaluates our rules."""
+    """A real server that scrapes ``targets`` twice a second and evaluates our rules."""
 
     def __init__(self, folder: Path, targets: Sequence[str]) -> None:
         program = shutil.which("prometheus")
@@ -27,7 +27,7 @@ class Prometheus:
         config = folder / "prometheus.yml"
         named = ", ".join(f'"{target}"' for target in targets)
         config.write_text(
-            "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 1s}\n"
+            "global: {scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 1s}\n"
             f"rule_files: ['{RULES}']\n"
             "scrape_configs:\n"
             "  - job_name: kvxfer\n"
