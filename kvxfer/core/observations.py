@@ -5,7 +5,7 @@ and each of the values below.  ``Agent(observers=...)`` and ``Agent.add_observer
 
 - It is called on the agent's progress thread as things happen; with manual progress on the thread
   that drives the agent; at the very end on the thread that calls ``close``.  Never two calls at a
-  time.
+  time, unless ``close`` gave up on a progress thread that is stuck in an engine.
 - It must not wait: while it runs, the agent does nothing else.
 - It may raise: that is counted (``observers.failed``), logged, and changes nothing.
 - Where there is none, nothing is made for it.
