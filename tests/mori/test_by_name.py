@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kvxfer
 
 
+@pytest.mark.timeout(300)
 def test_suite_by_name(softrdma, tmp_path):
     """``pytest --pyargs kvxfer.testing --kvxfer-backend moriio`` in a folder that holds nothing,
     with options as a mapping: bytes move between two processes and a partial post is survived; the
@@ -25,7 +28,7 @@ def test_suite_by_name(softrdma, tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(kvxfer.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,9 +44,6 @@ class Crossing(Soak):
         options = {"nixl": {"ucx_tls": "tcp"}, "mooncake": {"host": address}}[backend]
         told = {"name": name, "backend": backend, "options": options, "host": address}
         words = [sys.executable, str(WORKER), json.dumps(told)]
-        if backend == "nixl":  # UCX takes IPv4 first; here it has to say which there is
-            family = "inet" if self.hosts.version == 4 else "inet6"
-            words = ["env", f"UCX_TCP_AF_PRIO={family}", *words]
         return self.hosts.command(host, *words)
 
     @property

@@ -18,6 +18,8 @@ from kvxfer.testing.pytest_plugin import options_of
 
 PLUGIN = "kvxfer.testing.pytest_plugin"
 
+pytestmark = pytest.mark.timeout(300)  # a whole suite in a process of its own
+
 
 def announced() -> bool:
     """Whether the metadata of kvxfer here has the plug-in; that of a source tree may be older."""
@@ -40,7 +42,7 @@ def suite(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
             check=False,
         )
 
