@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from mori_worker import FREE, Geometry, Worker
 
 from kvxfer import Agent, Blocks
 from kvxfer.agent.config import AgentConfig
@@ -30,6 +29,7 @@ from kvxfer.core.events import Event, Failed, Received
 from kvxfer.core.offer import Offer
 from kvxfer.policies.admission import FixedAdmission, NoAdmission
 from kvxfer.policies.timeouts import Timeouts
+from kvxfer.testing.life import FREE, Geometry, Worker
 from kvxfer.testing.softrdma import MoriEngine, MoriPeer, SoftRdma
 from kvxfer.testing.softrdma.pair import PIECE, MoriPair, scattered
 
@@ -171,7 +171,13 @@ class Decode:
         self.shape.register(self.agent, self.memory)
         self.inbox: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
         self.prefill = Worker("prefill", self.inbox)
-        self.prefill.open(seed=SEED, geometry=SOURCE, lease=300.0, timeouts=TIMEOUTS)
+        self.prefill.open(
+            seed=SEED,
+            geometry=SOURCE,
+            backends=[("moriio", {"rehearse": False})],
+            lease=300.0,
+            timeouts=TIMEOUTS,
+        )
         self.said("ready")
         self.held = 0
 

@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 from mori_rig import BLOCK, NBYTES, scattered
-from mori_worker import Geometry
 
 from kvxfer import Agent, Blocks
 from kvxfer.agent.config import AgentConfig
@@ -22,6 +21,7 @@ from kvxfer.core.verdict import Op
 from kvxfer.errors import ErrorKind, InvalidInputError
 from kvxfer.policies.admission import NoAdmission
 from kvxfer.policies.timeouts import Timeouts
+from kvxfer.testing.life import Geometry
 from kvxfer.testing.memory import pattern
 
 GRANTED, ASKED, PIECES = 16, 64, 24

@@ -1,8 +1,8 @@
 """A decode worker in this process between a victim and a healthy peer, and the judge of all three.
 
-The decode worker READs from both and is written to by both.  Its free blocks hold a pattern that no
-peer sends: whoever takes one looks, and so does ``check_free``, so that a byte that lands after a
-block was handed back is seen as a trespass.
+The decode worker READs from both and is written to by both, over real engines.  Its free blocks
+hold a pattern that no peer sends: whoever takes one looks, and so does ``check_free``, so that a
+byte that lands after a block was handed back is seen as a trespass.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
-from mori_worker import FREE, Geometry, Worker
 
-from kvxfer import Agent, Blocks
-from kvxfer.agent.config import AgentConfig
-from kvxfer.backends.moriio import MoriioConfig, MoriioTransport
-from kvxfer.core.events import Drained, Event, Failed, Quarantined, Received
+from kvxfer.agent import Agent, AgentConfig
+from kvxfer.core.events import BackendChanged, Drained, Event, Failed, Quarantined, Received
+from kvxfer.core.layout import Blocks
 from kvxfer.core.offer import Offer
+from kvxfer.core.plugins import create_transport
 from kvxfer.errors import KvxferError
 from kvxfer.policies.timeouts import Timeouts
+from kvxfer.testing.life.geometry import FREE, Geometry
+from kvxfer.testing.life.worker import Worker
 
-__all__ = ["LONGEST", "Life"]
+if TYPE_CHECKING:
+    from kvxfer.policies.failover import Failover
+    from kvxfer.testing.softrdma import SoftRdma
+
+__all__ = ["LONGEST", "SLACK", "Backends", "Life"]
+
+Backends = Sequence[tuple[str, dict[str, Any]]]
+"""Names of backends and their options as JSON values, the preferred one first."""
 
 # A busy machine must be able to keep them: the healthy peer's transfers never fail.
 TIMEOUTS = Timeouts(connect=5.0, queue=10.0, post=10.0, transfer=10.0, ack=10.0, drain=3.0)
@@ -44,9 +52,6 @@ SHAPE = Geometry(layers=2, blocks=96, nbytes=4096)
 BLOCKS = 8
 IN_FLIGHT = 4
 """Per peer."""
-SLOW = 0.0005
-"""Seconds per work request, so that some are under way at any moment."""
-CONFIG = {"generation_linger_s": 1.0, "generation_drain_s": 2.0, "qp_retry_count": 3}
 
 
 def free_port() -> int:
@@ -67,23 +72,84 @@ class Request:
     failed_after: float | None = None
 
 
-class Life:
-    """See the module. ``step`` does everything; nothing else waits."""
+class Seen:
+    """What a run has seen so far."""
 
-    def __init__(self, softrdma: Any, seed: int) -> None:
+    def __init__(self) -> None:
+        self.tables: dict[Worker, dict[str, int]] = {}
+        self.counters: dict[Worker, dict[str, int]] = {}
+        """What a peer said at the end."""
+        self.changes: list[BackendChanged] = []
+        """Of this side."""
+        self.their_changes: list[tuple[Worker, str, str, bool]] = []
+        """Of the peers: before, backend, whether down."""
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.slowest: dict[str, float] = {}
+        self.wrong = 0
+        self.trespasses = 0
+        self.landed_late = 0
+        """Failed transfers of whose bytes some were there before the blocks were handed back."""
+        self.reclaimed = 0
+        """Transfers of the dead whose blocks nothing but their user could take back."""
+        self.quarantined: dict[str, str] = {}
+        """Why, by transfer."""
+        self.problems: list[str] = []
+        self.longest_gap = 0.0
+        """Seconds between two rounds of this process: what the machine or a held GIL costs."""
+
+    def __str__(self) -> str:
+        slowest = {name: round(seconds, 2) for name, seconds in self.slowest.items()}
+        return (
+            f"{dict(self.outcomes)}\nslowest {slowest}, longest gap {self.longest_gap:.2f} s\n"
+            f"landed late {self.landed_late}, reclaimed {self.reclaimed}, quarantined for a while: "
+            f"{self.quarantined}\nproblems {len(self.problems)}"
+        )
+
+
+class Life(Seen):
+    """See the module. ``step`` does everything; nothing else waits.
+
+    Args:
+        backends: of all three.
+        fences: what a dead or stopped peer leaves undrained is proven drained by a fence. Where no
+            fence is to be had, such blocks stay in quarantine until the peer goes on, or, if it is
+            dead, until they are reclaimed at the end.
+        softrdma: the device under MoRI-IO, which ``slow`` slows down: seconds per work request.
+        writes: peers push as well.
+    """
+
+    def __init__(
+        self,
+        backends: Backends,
+        *,
+        seed: int = 1,
+        fences: bool = False,
+        failover: Failover | None = None,
+        softrdma: SoftRdma | None = None,
+        slow: float = 0.0,
+        writes: bool = True,
+        shape: Geometry = SHAPE,
+    ) -> None:
+        super().__init__()
         self.rng = random.Random(seed)
+        self.backends = [(name, dict(options)) for name, options in backends]
+        self.fences = fences
+        self.failover = failover
         self.softrdma = softrdma
+        self.slow = slow
+        self.writes = writes
+        self.shape = shape
         self.inbox: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
-        self.transport = MoriioTransport(MoriioConfig(rehearse=False, **CONFIG))
+        self.transports = {n: create_transport(n, options or None) for n, options in backends}
         self.agent = Agent(
-            self.transport,
-            config=AgentConfig(name="decode", lease=LEASE, lease_margin=MARGIN),
+            list(self.transports.values()),
+            config=AgentConfig(name="decode", lease=LEASE, lease_margin=MARGIN, failover=failover),
             timeouts=TIMEOUTS,
         )
-        self.memory = SHAPE.content(0)
+        self.memory = shape.memory(0)
         self.memory[:] = FREE
-        SHAPE.register(self.agent, self.memory)
-        self.free = list(range(SHAPE.blocks))
+        shape.register(self.agent, self.memory)
+        self.free = list(range(shape.blocks))
         self.open: dict[str, Request] = {}
         self.undrained: dict[str, Request] = {}
         self.contents: dict[int, Any] = {}
@@ -91,24 +157,14 @@ class Life:
         self.stock: list[tuple[str, Worker, list[int], Offer]] = []
         """Offers that are not pulled yet."""
         self.stocking: set[str] = set()
-        self.tables: dict[Worker, dict[str, int]] = {}
         self.count = 0
         self.seeds = 0
         self.ready: set[Worker] = set()
         self.all_workers: list[Worker] = []
         self.stopped: set[Worker] = set()
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.landed_late = 0
-        """Failed transfers of whose bytes some were there before the blocks were handed back."""
-        self.wrong = 0
-        self.trespasses = 0
-        self.quarantined: list[str] = []
-        """Why."""
-        self.slowest: collections.Counter[str] = collections.Counter()
-        self.problems: list[str] = []
+        self.ports: dict[Worker, int] = {}
+        self.dead: set[Worker] = set()
         self._last_step = self._watched_at = time.monotonic()
-        self.longest_gap = 0.0
-        """Seconds between two rounds of this process: what the machine or a held GIL costs."""
         self.healthy = self.open_worker(self.worker("healthy"))
         self.victim = self.open_worker(self.worker("victim"))
         self.spare = self.worker("victim")
@@ -122,29 +178,37 @@ class Life:
 
     def open_worker(self, worker: Worker, port: int = 0) -> Worker:
         self.seeds += 1
-        self.contents[self.seeds] = SHAPE.content(self.seeds)
-        worker.port = port or free_port()
+        self.contents[self.seeds] = self.shape.content(self.seeds)
+        self.ports[worker] = port or free_port()
         worker.open(
             seed=self.seeds,
-            geometry=SHAPE,
-            port=worker.port,
-            config=CONFIG,
+            geometry=self.shape,
+            port=self.ports[worker],
+            backends=self.backends,
+            failover=None if self.failover is None else attrs.asdict(self.failover),
             lease=LEASE,
             timeouts=attrs.asdict(TIMEOUTS),
         )
-        worker.tell(op="delay", seconds=SLOW if worker.name == "healthy" else 4 * SLOW)
+        if self.slow:
+            seconds = self.slow if worker.name == "healthy" else 4 * self.slow
+            worker.tell(op="delay", seconds=seconds)
         return worker
 
     def replace_victim(self, *, same_port: bool) -> None:
         """Another process in the place of the one that is gone."""
         old, self.victim = self.victim, self.spare
-        self.open_worker(self.victim, old.port if same_port else 0)
+        self.open_worker(self.victim, self.ports[old] if same_port else 0)
         self.spare = self.worker("victim")
 
-    def kill(self) -> None:
-        self.victim.process.kill()
+    def kill(self, *, vanish: bool = False) -> None:
+        """``vanish``: its connections do not end with it."""
+        if vanish:
+            self.victim.tell(op="vanish")
+        else:
+            self.victim.process.kill()
         self.victim.process.wait()
         gone = self.victim
+        self.dead.add(gone)
         self.stock = [entry for entry in self.stock if entry[1] is not gone]
         self.asked = {name: x for name, x in self.asked.items() if x[0] is not gone}
 
@@ -181,8 +245,8 @@ class Life:
     def begin(self, worker: Worker) -> str:
         """One more READ from or WRITE by this peer."""
         self.count += 1
-        source = self.rng.sample(range(SHAPE.blocks), BLOCKS)
-        if self.rng.random() < 0.5:
+        source = self.rng.sample(range(self.shape.blocks), BLOCKS)
+        if not self.writes or self.rng.random() < 0.5:
             return self._ask(worker, source)
         name = f"write-{self.count}"
         ids = self.take()
@@ -208,7 +272,7 @@ class Life:
         """Get offers and keep them, to be pulled later."""
         for _ in range(offers):
             self.count += 1
-            self.stocking.add(self._ask(worker, self.rng.sample(range(SHAPE.blocks), BLOCKS)))
+            self.stocking.add(self._ask(worker, self.rng.sample(range(self.shape.blocks), BLOCKS)))
         self.until(lambda: not self.stocking, "offers in stock", 30)
 
     def pull_stock(self) -> None:
@@ -241,9 +305,8 @@ class Life:
         who, op = request.worker.name, name.partition("-")[0]
         age = time.monotonic() - request.began
         self.outcomes[f"{who} {op} {what}"] += 1
-        self.slowest[f"{who} {what.partition(' ')[0]}"] = max(
-            self.slowest[f"{who} {what.partition(' ')[0]}"], age
-        )
+        kind = f"{who} {what.partition(' ')[0]}"
+        self.slowest[kind] = max(self.slowest.get(kind, 0.0), age)
         if request.worker is self.healthy and what != "received":
             self.problems.append(f"healthy {name}: {what} after {age:.1f} s")
         if age > LONGEST + SLACK:
@@ -273,10 +336,12 @@ class Life:
         if message["op"] == "ready":
             self.ready.add(worker)
         elif message["op"] == "tables":
-            # Also of one whose WRITEs failed while it stood still: their source blocks came back.
-            if any(message["tables"].values()) or message["quarantined"]:
-                self.problems.append(f"{worker}: {message}")
+            self._check_tables(worker, message)
             self.tables[worker] = message["tables"]
+            self.counters[worker] = message["counters"]
+        elif message["op"] == "changed":
+            change = (worker, message["before"], message["backend"], message["down"])
+            self.their_changes.append(change)
         elif message["op"] == "offer":
             _, source = self.asked.pop(message["id"], (worker, None))
             if source is None:
@@ -290,10 +355,27 @@ class Life:
         elif message["op"] == "refused" and worker is self.healthy:
             self.problems.append(f"healthy refused {message['id']}: {message['why']}")
 
+    def _check_tables(self, worker: Worker, message: dict[str, Any]) -> None:
+        """Nothing is left, also of one whose WRITEs failed while it stood still.
+
+        An engine that has no fence cannot say that it reads their source no more: then those blocks
+        are in quarantine, visibly, until their user takes them back.
+        """
+        left = {k: n for k, n in message["tables"].items() if n}
+        kept = message["quarantined"]
+        if kept and not self.fences and worker is not self.healthy:
+            left.pop("in_flight_pieces", 0)
+            left = {k: n for k, n in left.items() if k not in ("pushes", "draining") or n != kept}
+            kept = 0
+        if left or kept:
+            self.problems.append(f"{worker}: {message}")
+
     def _event(self, event: Event) -> None:
         name = event.transfer_id
-        if isinstance(event, Quarantined):
-            self.quarantined.append(f"{name}: {event.reason}")
+        if isinstance(event, BackendChanged):
+            self.changes.append(event)
+        elif isinstance(event, Quarantined):
+            self.quarantined[name] = event.reason
         elif isinstance(event, Received):
             request = self.open.pop(name)
             expected = self.contents[request.seed][:, request.source]
@@ -309,6 +391,8 @@ class Life:
                 self.undrained[name] = request
         elif isinstance(event, Drained):
             request = self.undrained.pop(name)
+            if event.drained_by == "reclaim":
+                self.memory[:, request.blocks] = FREE
             self.landed_late += bool((self.memory[:, request.blocks] != FREE).any())
             self.give_back(request.blocks)
 
@@ -338,13 +422,21 @@ class Life:
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end, "traffic", seconds + 60, *workers)
 
+    def is_open(self, worker: Worker) -> bool:
+        return any(r.worker is worker for r in self.open.values())
+
     def under_way(self, worker: Worker) -> bool:
         return any(r.worker is worker for r in (*self.open.values(), *self.undrained.values()))
 
     def settle(self, what: str, worker: Worker) -> float:
-        """Until nothing with that peer is open or may still land, the healthy one being served."""
+        """Until nothing with that peer is open or may still land, the healthy one being served.
+
+        Where only the peer itself could tell what still lands, while it cannot: until nothing is
+        open.
+        """
+        silent = not self.fences and worker in (self.stopped | self.dead)
         seconds = self.until(
-            lambda: not self.under_way(worker),
+            lambda: not (self.is_open(worker) if silent else self.under_way(worker)),
             what,
             LONGEST + 2 * TIMEOUTS.drain + SLACK,
             self.healthy,
@@ -379,7 +471,16 @@ class Life:
         for worker in (self.victim, self.healthy):
             self.settle("the end", worker)
         self.until(lambda: not self.asked, "offers", 30)
-        self.until(lambda: not self.open and not self.undrained, "the last pulls", 30)
+        self.until(lambda: not self.open, "the last pulls", 30)
+        self.check_free()
+        for name, request in tuple(self.undrained.items()):
+            if self.fences or request.worker not in self.dead:
+                continue
+            # Nobody is left who could tell. Whoever takes the blocks back knows that.
+            self._until_quarantined(name)
+            self.agent.reclaim(name)
+            self.reclaimed += 1
+        self.until(lambda: not self.undrained, "the last pulls, drained", 30)
         for worker in (self.victim, self.healthy):
             worker.tell(op="tables")
         self.until(lambda: {self.victim, self.healthy} <= set(self.tables), "tables", 60)
@@ -388,9 +489,73 @@ class Life:
         self.agent.drain(30.0)
         self.check_free()
 
+    def _until_quarantined(self, name: str) -> None:
+        seconds = 2 * TIMEOUTS.drain + SLACK
+        self.until(lambda: name in self.quarantined, f"{name}: in quarantine", seconds)
+
+    def judge(self, *, hit: bool = True) -> None:
+        """Raise AssertionError unless everything held. ``hit``: some transfers must have failed."""
+        assert not self.problems, self.problems
+        assert (self.wrong, self.trespasses) == (0, 0)
+        snapshot = self.agent.snapshot()
+        assert snapshot.quarantine == (), snapshot.quarantine
+        assert len(self.free) == len(set(self.free)) == self.shape.blocks
+        assert not any(snapshot.tables.values()), snapshot.tables
+        failed = sum(n for what, n in self.outcomes.items() if "failed" in what)
+        assert failed > 0 or not hit, "nothing was hit: the rounds show nothing"
+
+    # ---- what happens to a peer --------------------------------------------------------------
+
+    def round(self, number: int, what: str) -> float:
+        """Under load, ``killed``, ``vanished``, ``stopped`` or ``restarted``; then it serves again.
+
+        Returns how many seconds that took.
+        """
+        name = f"round {number}, {what}"
+        self.gather(self.victim, 2)
+        self.traffic(self.rng.uniform(0.05, 0.4), self.victim, self.healthy)
+        began = time.monotonic()
+        getattr(self, f"_{what}")(name)
+        self.until(lambda: self.victim in self.ready, f"{name}: it is up", 60, self.healthy)
+        self.serves(name, self.victim)
+        return time.monotonic() - began
+
+    def _killed(self, what: str) -> None:
+        """Dead for as long as its transfers take to end; another process takes over later."""
+        self.kill()
+        self.pull_stock()
+        self.settle(f"{what}: after the death", self.victim)
+        self.replace_victim(same_port=False)
+
+    def _vanished(self, what: str) -> None:
+        """As if its machine had lost power: it is dead, and its connections stay open."""
+        self.kill(vanish=True)
+        self.pull_stock()
+        self.settle(f"{what}: after the death", self.victim)
+        self.replace_victim(same_port=False)
+
+    def _restarted(self, what: str) -> None:
+        """Another process at the same address at once, while the transfers of the old one fail."""
+        old = self.victim
+        self.kill()
+        self.pull_stock()
+        self.replace_victim(same_port=True)
+        self.settle(f"{what}: the old one's transfers", old)
+
+    def _stopped(self, what: str) -> None:
+        """SIGSTOP until all its transfers have ended, then SIGCONT: late bytes harm nobody."""
+        self.stop()
+        self.pull_stock()
+        self.settle(f"{what}: while it stands still", self.victim)
+        self.resume()
+        self.settle(f"{what}: after it goes on", self.victim)
+        self.traffic(0.3, self.healthy)  # in which it sends what it still had to send
+        self.check_free()
+
     def end(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        self.softrdma.reset()
+        if self.softrdma is not None:
+            self.softrdma.reset()
         self.agent.close()
         for worker in self.all_workers:
             if worker in self.stopped:
