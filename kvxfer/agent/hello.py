@@ -143,10 +143,11 @@ class LocalHello:
             address=self.address,
             ranks=ranks_to_wire(self.ranks),
             fingerprint=self.fingerprint,
-            transports=[self.caches.transport_wire(t) for t in self.transports],
+            # One engine may have ended while the others serve.
+            transports=[self.caches.transport_wire(t) for t in self.transports if not t.closed],
             layers=self.caches.layers_wire(),
             keeper=self.keeper,
-            failover=[] if self.order is None else [t.name for t in self.preferred],
+            failover=[] if self.order is None else [t.name for t in self.preferred if not t.closed],
         )
 
     @property

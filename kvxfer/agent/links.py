@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvxfer.core.memory import Descriptor, Region
     from kvxfer.core.pollable import Pollable
     from kvxfer.core.topology import Ranks
-    from kvxfer.core.transport import Fence, Path, Peer, Transport
+    from kvxfer.core.transport import Fence, Path, Peer, PeerInfo, Transport
     from kvxfer.policies.retry import Decision, RetryRun
 
 __all__ = ["Link", "LinkState"]
@@ -145,6 +145,9 @@ class Link:
         """What we know of the peer is out of date: nothing is tried before its next hello."""
         self._old_peers: list[Peer] = []
         """Connections that were left while something was in flight on them."""
+        self._used: dict[str, PeerInfo] = {}
+        """The backends over which the peer may have reached into our memory, and how they are
+        reached."""
         self.switching: Switching | None = None
         """Failover; None: off, or the two sides have one backend in common."""
         self._kept: dict[str, Peer] = {}
@@ -265,6 +268,7 @@ class Link:
             )
             return
         self.hello = hello
+        self._remember_used(hello)
         try:
             self._table.local.check(hello)
             common = self._table.local.common(hello)
@@ -284,6 +288,11 @@ class Link:
         self.state = LinkState.CONNECTING
         self._ctx.soon(self)
 
+    def _remember_used(self, hello: PeerHello) -> None:
+        """Also what a later hello leaves out: an engine that ended may have sent bytes before."""
+        for transport in hello.used(self._table.local.transports):
+            self._used[transport.name] = hello.infos[transport.name]
+
     def _hello_message(self) -> wire.Hello:
         return self._table.local.message(answer=False, session=self.session)
 
@@ -294,6 +303,7 @@ class Link:
         if not renewed and hello.revision <= self.hello.revision:
             return
         self.hello = hello
+        self._remember_used(hello)
         try:
             self._match(hello)
         except (GeometryError, InvalidInputError) as error:
@@ -321,7 +331,13 @@ class Link:
         self.state = LinkState.CONNECTING
         self._connecting = self._connect_run = None
         self._connect_at = now
-        self._deadline = now + self._ctx.timeouts.connect
+        self._deadline = now + self._patience
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to connect or prepare anew: fewer where another backend could be used."""
+        seconds = self._ctx.timeouts.connect
+        return seconds if self.switching is None else min(seconds, self.switching.patience)
 
     # ---- other backends ----------------------------------------------------------------------
 
@@ -423,11 +439,13 @@ class Link:
         if self.hello is None:
             return fences, [f"no connection to {self.incarnation} that could be fenced"]
         known = [*self.peers_to_fence, *self._kept.values()]
-        for transport in self.hello.used(self._table.local.transports):
+        for transport in self._table.local.transports:
+            if transport.name not in self._used:
+                continue
             peers = [peer for peer in known if peer.transport is transport]
             try:
                 fences += [transport.fence(peer) for peer in peers] or [
-                    ConnectAndFence(transport, self.hello.infos[transport.name])
+                    ConnectAndFence(transport, self._used[transport.name])
                 ]
             except KvxferError as error:
                 return fences, [f"{transport.name} cannot be fenced: {error}"]
@@ -532,7 +550,7 @@ class Link:
         """
         if self.hello is None or not self.usable:
             return False
-        used = {t.name for t in self.hello.used(self._table.local.transports)}
+        used = set(self._used)
         used.update(() if self.switching is None else self.switching.order)
         if len(used | {peer.transport.name}) < 2:
             return peer is self.peer
@@ -561,7 +579,11 @@ class Link:
             if kept is not None and not kept.closed:
                 self._connected(kept)
                 return
-            info = self.hello.infos[self.transport.name]
+            info = self.hello.infos.get(self.transport.name)
+            if info is None:
+                gone = HandshakeError(f"{self!r} does not offer {self.transport.name} any more")
+                self._backend_failed(gone, now)
+                return
             try:
                 self._connecting = self.transport.connect(info)
             except KvxferError as error:
@@ -656,7 +678,9 @@ class Link:
         if state.path is not None or not self.knows_layers or not self.layers.regions:
             return  # there, or nothing to pair: a later hello may change that
         if state.deadline is None:
-            state.deadline = now + self._ctx.timeouts.connect
+            state.deadline = now + (
+                self._patience if state.generation else self._ctx.timeouts.connect
+            )
         assert self.transport is not None
         assert self.peer is not None
         if state.pending is None:
@@ -713,6 +737,8 @@ class Link:
         assert self.transport is not None
         assert self._caches is not None
         theirs = self.descriptors_of(self.transport.name)
+        if not theirs:
+            raise HandshakeError(f"{self!r} does not offer {self.transport.name} any more")
         mine = self._caches.regions[self.transport.name]
         return [(mine[local], theirs[remote]) for local, remote in self.layers.regions]
 

@@ -7,6 +7,7 @@ more: by the engine's own proof, or by a fence of the connection that was left (
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.probe import Probe
@@ -35,6 +36,7 @@ class Switching:
     ) -> None:
         self._ctx = ctx
         self._link = link
+        self._policy = policy
         self._transports = {t.name: t for t in transports}
         self._standing = Standing(policy, [t.name for t in transports])
         self._probe: Probe | None = None
@@ -80,6 +82,13 @@ class Switching:
             return False
         self._move(change, now)
         return True
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a backend that was in use is waited for, if there is another one."""
+        if self._standing.alternative() is None:
+            return math.inf
+        return self._policy.window
 
     def arrived(self) -> None:
         """Something arrived over the backend in use."""
@@ -163,8 +172,14 @@ class Switching:
             return
         stuck = self._stuck.get(name)
         transport = self._transports[name]
-        if (stuck is not None and stuck.stuck) or transport.closed:
-            why = "it was closed" if transport.closed else "the thread of a probe is stuck in it"
+        why = ""
+        if transport.closed:
+            why = "it was closed"
+        elif name not in hello.infos:
+            why = "the peer does not offer it any more"
+        elif stuck is not None and stuck.stuck:
+            why = "the thread of a probe is stuck in it"
+        if why:
             self._standing.probed(name, now, ok=False, reason=why)
             return
         self._ctx.counters.count("failover.probes")

@@ -49,7 +49,8 @@ class Failover:
             Backends of the agent that it does not name are not used.
         faults: so many within ``window`` move a peer to its next backend. Each of them has cost a
             transfer a re-post, so few are enough.
-        window: seconds; older faults do not count.
+        window: seconds; older faults do not count. A backend that was in use and does not connect
+            again within them is left as well.
         pause: seconds before a backend that was left is probed, and between probes that fail. It
             doubles each time up to ``longest_pause``.
         longest_pause: seconds; and how long a backend must have served before its next failure

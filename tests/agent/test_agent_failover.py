@@ -310,6 +310,31 @@ def test_a_backend_that_never_connects(rig: Rig) -> None:
     assert TIMEOUTS.connect <= took < TIMEOUTS.connect + TIMEOUTS.queue
 
 
+def test_a_backend_that_does_not_come_back(rig: Rig) -> None:
+    """It worked, broke, and does not connect again: with another one at hand it is waited for no
+    longer than ``Failover.window``."""
+    plan = FaultPlan(connects=[None, *[Fault(kind=FaultKind.NEVER)] * 99], posts=[DIES] * 9)
+    policy = Failover(faults=9, window=0.5)
+    p, c = two(rig, "p"), two(rig, "c", plan=plan, failover=policy)
+    handle = pull(p, c, "t")
+    took = rig.run(lambda: handle.done)
+    assert handle.error is None
+    assert 0.5 <= took < TIMEOUTS.connect
+    assert "did not connect in time" in c.of(BackendChanged)[0].reason
+
+
+def test_an_engine_that_ended_is_not_offered(rig: Rig) -> None:
+    """A peer that meets us after one of our engines ended is told of the others only."""
+    p, c = two(rig, "p"), two(rig, "c")
+    p.first.close(0.0)
+    p.first.inner.close(0.0)
+    handle = pull(p, c, "t")
+    rig.run(lambda: handle.done)
+    assert handle.error is None
+    assert changes(c) == []
+    assert c.first.counters.get("connect", 0) == 0
+
+
 def test_our_own_engine_is_closed(rig: Rig) -> None:
     """The engine on this side dies: what is posted to it is refused, and goes over the second."""
     p, c = two(rig, "p"), two(rig, "c")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from kvxfer.testing.life.geometry import FREE, Geometry
-from kvxfer.testing.life.rig import LONGEST, SLACK, Backends, Life
+from kvxfer.testing.life.rig import SLACK, TIMEOUTS, Backends, Life
 from kvxfer.testing.life.worker import Worker
 
-__all__ = ["FREE", "LONGEST", "SLACK", "Backends", "Geometry", "Life", "Worker"]
+__all__ = ["FREE", "SLACK", "TIMEOUTS", "Backends", "Geometry", "Life", "Worker"]

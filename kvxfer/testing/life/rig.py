@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvxfer.policies.failover import Failover
     from kvxfer.testing.softrdma import SoftRdma
 
-__all__ = ["LONGEST", "SLACK", "Backends", "Life"]
+__all__ = ["SLACK", "TIMEOUTS", "Backends", "Life"]
 
 Backends = Sequence[tuple[str, dict[str, Any]]]
 """Names of backends and their options as JSON values, the preferred one first."""
@@ -42,8 +42,6 @@ Backends = Sequence[tuple[str, dict[str, Any]]]
 # A busy machine must be able to keep them: the healthy peer's transfers never fail.
 TIMEOUTS = Timeouts(connect=5.0, queue=10.0, post=10.0, transfer=10.0, ack=10.0, drain=3.0)
 LEASE, MARGIN = 20.0, 0.5
-LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + LEASE + MARGIN
-"""No transfer may be open for longer, in seconds: its phases one after the other."""
 SLACK = 30.0
 """Seconds that a busy machine may add to a deadline."""
 STALL = 3.0
@@ -69,7 +67,8 @@ class Request:
     source: list[int]
     blocks: list[int]
     began: float
-    failed_after: float | None = None
+    again: bool = False
+    """Its first try failed, and this one has fresh blocks."""
 
 
 class Seen:
@@ -89,6 +88,8 @@ class Seen:
         self.trespasses = 0
         self.landed_late = 0
         """Failed transfers of whose bytes some were there before the blocks were handed back."""
+        self.tried_again = 0
+        """Pushes that were begun again into fresh blocks."""
         self.reclaimed = 0
         """Transfers of the dead whose blocks nothing but their user could take back."""
         self.quarantined: dict[str, str] = {}
@@ -101,8 +102,9 @@ class Seen:
         slowest = {name: round(seconds, 2) for name, seconds in self.slowest.items()}
         return (
             f"{dict(self.outcomes)}\nslowest {slowest}, longest gap {self.longest_gap:.2f} s\n"
-            f"landed late {self.landed_late}, reclaimed {self.reclaimed}, quarantined for a while: "
-            f"{self.quarantined}\nproblems {len(self.problems)}"
+            f"tried again {self.tried_again}, landed late {self.landed_late}, reclaimed "
+            f"{self.reclaimed}, problems {len(self.problems)}\nquarantined for a while: "
+            f"{self.quarantined}"
         )
 
 
@@ -116,6 +118,9 @@ class Life(Seen):
             dead, until they are reclaimed at the end.
         softrdma: the device under MoRI-IO, which ``slow`` slows down: seconds per work request.
         writes: peers push as well.
+
+    With ``failover``, a push that is given up because nothing proves it drained is begun again into
+    fresh blocks, as its error says; at the second try it must be received.
     """
 
     def __init__(
@@ -129,6 +134,8 @@ class Life(Seen):
         slow: float = 0.0,
         writes: bool = True,
         shape: Geometry = SHAPE,
+        timeouts: Timeouts = TIMEOUTS,
+        lease: float = LEASE,
     ) -> None:
         super().__init__()
         self.rng = random.Random(seed)
@@ -139,12 +146,16 @@ class Life(Seen):
         self.slow = slow
         self.writes = writes
         self.shape = shape
+        self.timeouts = timeouts
+        self.lease = lease
+        self.longest = timeouts.connect + timeouts.queue + timeouts.transfer + lease + MARGIN
+        """No transfer may be open for longer, in seconds: its phases one after the other."""
         self.inbox: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
         self.transports = {n: create_transport(n, options or None) for n, options in backends}
         self.agent = Agent(
             list(self.transports.values()),
-            config=AgentConfig(name="decode", lease=LEASE, lease_margin=MARGIN, failover=failover),
-            timeouts=TIMEOUTS,
+            config=AgentConfig(name="decode", lease=lease, lease_margin=MARGIN, failover=failover),
+            timeouts=timeouts,
         )
         self.memory = shape.memory(0)
         self.memory[:] = FREE
@@ -164,6 +175,8 @@ class Life(Seen):
         self.stopped: set[Worker] = set()
         self.ports: dict[Worker, int] = {}
         self.dead: set[Worker] = set()
+        self.cut: set[Worker] = set()
+        """Peers of which one engine has ended."""
         self._last_step = self._watched_at = time.monotonic()
         self.healthy = self.open_worker(self.worker("healthy"))
         self.victim = self.open_worker(self.worker("victim"))
@@ -186,8 +199,8 @@ class Life(Seen):
             port=self.ports[worker],
             backends=self.backends,
             failover=None if self.failover is None else attrs.asdict(self.failover),
-            lease=LEASE,
-            timeouts=attrs.asdict(TIMEOUTS),
+            lease=self.lease,
+            timeouts=attrs.asdict(self.timeouts),
         )
         if self.slow:
             seconds = self.slow if worker.name == "healthy" else 4 * self.slow
@@ -248,11 +261,16 @@ class Life(Seen):
         source = self.rng.sample(range(self.shape.blocks), BLOCKS)
         if not self.writes or self.rng.random() < 0.5:
             return self._ask(worker, source)
+        return self._accept(worker, source)
+
+    def _accept(self, worker: Worker, source: list[int], first: Request | None = None) -> str:
         name = f"write-{self.count}"
         ids = self.take()
         if ids is None:
             return name
         self._opened(name, worker, source, ids)
+        if first is not None:
+            self.open[name].again = True
         try:
             self.agent.accept(name, Blocks.at(0, ids))
         except KvxferError as error:
@@ -309,7 +327,7 @@ class Life(Seen):
         self.slowest[kind] = max(self.slowest.get(kind, 0.0), age)
         if request.worker is self.healthy and what != "received":
             self.problems.append(f"healthy {name}: {what} after {age:.1f} s")
-        if age > LONGEST + SLACK:
+        if age > self.longest + SLACK:
             self.problems.append(f"{who} {name}: {what} after {age:.1f} s")
 
     # ---- one round of everything -------------------------------------------------------------
@@ -385,6 +403,7 @@ class Life(Seen):
         elif isinstance(event, Failed):
             request = self.open.pop(name)
             self._over(name, request, f"failed {event.kind.value}")
+            self._try_again(request, event)
             if event.drained:
                 self.give_back(request.blocks)
             else:
@@ -395,6 +414,32 @@ class Life(Seen):
                 self.memory[:, request.blocks] = FREE
             self.landed_late += bool((self.memory[:, request.blocks] != FREE).any())
             self.give_back(request.blocks)
+
+    def _try_again(self, request: Request, event: Event) -> None:
+        """A push that nothing proves drained, because its engine died, into fresh blocks."""
+        if self.failover is None or not isinstance(event, Failed):
+            return
+        name = event.transfer_id
+        if request.again or not name.startswith("write") or "fresh" not in str(event.error):
+            self.problems.append(f"{name} is lost: {event.error}")
+            return
+        self.count += 1
+        self.tried_again += 1
+        self._accept(request.worker, request.source, request)
+
+    def end_engine(self, worker: Worker, backend: str) -> None:
+        """End one engine of a peer, which lives on."""
+        self.cut.add(worker)
+        worker.tell(op="end_engine", backend=backend)
+
+    def end_own_engine(self, backend: str) -> None:
+        """End one engine of this side."""
+
+        def end(_now: float) -> None:
+            self.transports[backend].close(1.0)
+
+        self.agent._engine.order(end)
+        self.cut |= {self.victim, self.healthy}
 
     def keep_busy(self, *workers: Worker) -> None:
         """Begin what is missing to ``IN_FLIGHT`` with each of these peers."""
@@ -434,26 +479,27 @@ class Life(Seen):
         Where only the peer itself could tell what still lands, while it cannot: until nothing is
         open.
         """
-        silent = not self.fences and worker in (self.stopped | self.dead)
+        silent = not self.fences and worker in (self.stopped | self.dead | self.cut)
         seconds = self.until(
             lambda: not (self.is_open(worker) if silent else self.under_way(worker)),
             what,
-            LONGEST + 2 * TIMEOUTS.drain + SLACK,
+            self.longest + 2 * self.timeouts.drain + SLACK,
             self.healthy,
         )
         self.check_free()
         return seconds
 
     def serves(self, what: str, worker: Worker) -> None:
-        """The peer's next four transfers of each kind are received."""
-        keys = [f"{worker.name} {op} received" for op in ("read", "write")]
+        """The peer's next transfers of each kind are received."""
+        kinds = ("read", "write") if self.writes else ("read",)
+        keys = [f"{worker.name} {op} received" for op in kinds]
         before = [self.outcomes[key] for key in keys]
         failed = self.failed(worker)
 
         def served() -> bool:
             return all(self.outcomes[k] - b >= 2 for k, b in zip(keys, before, strict=True))
 
-        self.until(served, f"{what}: served again", LONGEST + SLACK, worker, self.healthy)
+        self.until(served, f"{what}: served again", self.longest + SLACK, worker, self.healthy)
         if self.failed(worker) != failed:
             self.problems.append(f"{what}: failures after it was up again: {self.outcomes}")
 
@@ -474,7 +520,7 @@ class Life(Seen):
         self.until(lambda: not self.open, "the last pulls", 30)
         self.check_free()
         for name, request in tuple(self.undrained.items()):
-            if self.fences or request.worker not in self.dead:
+            if self.fences or request.worker not in self.dead | self.cut:
                 continue
             # Nobody is left who could tell. Whoever takes the blocks back knows that.
             self._until_quarantined(name)
@@ -490,7 +536,7 @@ class Life(Seen):
         self.check_free()
 
     def _until_quarantined(self, name: str) -> None:
-        seconds = 2 * TIMEOUTS.drain + SLACK
+        seconds = 2 * self.timeouts.drain + SLACK
         self.until(lambda: name in self.quarantined, f"{name}: in quarantine", seconds)
 
     def judge(self, *, hit: bool = True) -> None:

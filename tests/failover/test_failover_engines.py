@@ -1,0 +1,131 @@
+"""Failover under load between real engines, in real processes.
+
+One engine of a peer ends in the middle of the traffic, its process lives on: whatever is under way
+with that peer goes on over the next backend.  No request is lost, no byte wrong, no block handed
+back too early; the other peer stays where it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvxfer.policies.failover import Failover
+from kvxfer.policies.timeouts import Timeouts
+from kvxfer.testing.life import Life
+from kvxfer.testing.softrdma import SoftRdma
+
+pytestmark = pytest.mark.timeout(600)
+
+MORIIO = {
+    "rehearse": False,
+    "generation_linger_s": 1.0,
+    "generation_drain_s": 2.0,
+    "qp_retry_count": 3,
+}
+OPTIONS = {"moriio": MORIIO, "nixl": {}, "shm": {}}
+TIMEOUTS = Timeouts(connect=15.0, queue=20.0, post=10.0, transfer=30.0, ack=15.0, drain=1.5)
+"""Generous: what is shown is that nothing is lost, on a machine that may be busy."""
+SLOW = 0.0005
+"""Seconds per work request of the software RDMA device, so that some are under way."""
+POLICY = Failover(faults=2, pause=1.0, probes=2, spacing=0.2, longest_pause=8.0)
+
+
+@pytest.fixture
+def life(monkeypatch, request):
+    """A decode worker and two peers with these backends, in order."""
+    names, writes = request.param
+    # Over shared memory NIXL would copy inside its post: over tcp something is under way.
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    if not os.path.exists("/dev/infiniband"):
+        monkeypatch.setenv("UCX_MODULES", "^ib")
+    with SoftRdma() as softrdma:
+        mori = "moriio" in names
+        if mori:
+            softrdma.delay(SLOW)
+        made = Life(
+            [(name, OPTIONS[name]) for name in names],
+            failover=POLICY,
+            fences=names[0] == "moriio",
+            softrdma=softrdma if mori else None,
+            slow=SLOW if mori else 0.0,
+            writes=writes,
+            timeouts=TIMEOUTS,
+            lease=30.0,
+        )
+        yield made
+        made.end()
+
+
+def dying(life, before, after):
+    """End the victim's engine under load; traffic goes on until it is served over the next one."""
+    victim, healthy = life.victim, life.healthy
+    life.traffic(0.5, victim, healthy)
+    life.end_engine(victim, before)
+    life.until(lambda: bool(life.changes), "the downgrade", 90, victim, healthy)
+    life.traffic(1.0, victim, healthy)
+    life.settle("what was under way", victim)
+    life.serves("over the next backend", victim)
+    (change,) = [c for c in life.changes if c.down]
+    assert (change.before, change.backend) == (before, after)
+    assert change.reason
+    (state,) = life.agent.snapshot().backends
+    assert (state.peer, state.backend, state.preferred) == (change.peer, after, before)
+    assert any(f"reached over {after}, not {before}" in w for w in life.agent.health().warnings)
+    life.finish()
+    print(life)
+    counters = life.agent.snapshot().counters
+    print({k: n for k, n in sorted(counters.items()) if k.startswith("failover")})
+    life.judge(hit=False)
+    assert counters["failover.downgrades"] == counters[f"failover.to.{after}"] == 1
+    # The engine is gone for good: probes find that out, and nobody goes back.
+    assert "failover.upgrades" not in counters
+    assert not [c for c in life.their_changes if c[0] is healthy]
+    return counters
+
+
+PATHS = [("nixl", "shm"), ("moriio", "nixl"), ("moriio", "shm")]
+
+
+@pytest.mark.parametrize(
+    ("life", "path"),
+    [((path, False), path) for path in PATHS],
+    indirect=["life"],
+    ids=["-".join(path) for path in PATHS],
+)
+def test_reads_survive_the_engine_of_the_peer(life, path):
+    """READ: every pull is received, those under way included."""
+    dying(life, *path)
+    assert not [what for what in life.outcomes if "failed" in what]
+
+
+@pytest.mark.parametrize(
+    ("life", "path"),
+    [((path, True), path) for path in PATHS],
+    indirect=["life"],
+    ids=["-".join(path) for path in PATHS],
+)
+def test_writes_survive_it_too(life, path):
+    """READ and WRITE: the peer that pushes moves by itself.  A push of which nothing proves that it
+    cannot land any more goes into fresh blocks: never do two engines write one block."""
+    dying(life, *path)
+    victims = [c for c in life.their_changes if c[0] is life.victim]
+    assert victims
+    assert all(c[1:] == (*path, True) for c in victims)
+    assert not [what for what in life.outcomes if "read failed" in what]
+
+
+@pytest.mark.parametrize("life", [(("nixl", "shm"), False)], indirect=True)
+def test_reads_survive_their_own_engine(life):
+    """The engine on this side ends: both peers are read over the next one, and nothing is lost."""
+    life.traffic(0.5, life.victim, life.healthy)
+    life.end_own_engine("nixl")
+    life.until(lambda: len(life.changes) == 2, "two downgrades", 90, life.victim, life.healthy)
+    life.serves("over shm", life.victim)
+    life.serves("over shm", life.healthy)
+    assert all((c.before, c.backend, c.down) == ("nixl", "shm", True) for c in life.changes)
+    life.finish()
+    print(life)
+    life.judge(hit=False)
+    assert not [what for what in life.outcomes if "failed" in what]
