@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         TransferState,
     )
     from kvxfer.core.events import (
+        BackendChanged,
         Declined,
         Drained,
         Event,
@@ -54,6 +55,7 @@ __all__ = [
     "Offer",
     "StateLayout",
     # what happens
+    "BackendChanged",
     "Declined",
     "Drained",
     "Event",
@@ -84,6 +86,7 @@ _HOMES = {
         "TransferState",
     ),
     "kvxfer.core.events": (
+        "BackendChanged",
         "Declined",
         "Drained",
         "Event",

@@ -339,7 +339,7 @@ class Life(Seen):
         if now >= self._watched_at + STALL / 4:
             self._watched_at = now
             faulthandler.dump_traceback_later(
-                STALL, file=sys.__stderr__
+                STALL, file=sys.__stderr__ or sys.stderr
             )  # says who holds up this process
         try:
             worker, message = self.inbox.get(timeout=0.002)
