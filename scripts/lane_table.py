@@ -304,9 +304,11 @@ FEW = ("-k", "TestPlugin or test_moves_exactly_the_pieces or test_partial_post_i
 
 
 def _nixl(run: LaneRun, ready: Sequence[Ready]) -> None:
-    # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
-    run.pytest(ready[0].python, "tests/nixl", env={"UCX_MODULES": "^ib"})
-    _by_name(run, ready[0].python, "nixl", *FEW, UCX_MODULES="^ib")
+    """Its suite, then the demo over it with faults."""
+    python = ready[0].python
+    run.pytest(python, "tests/nixl", env={"UCX_MODULES": NO_IB})
+    _by_name(run, python, "nixl", *FEW, UCX_MODULES=NO_IB)
+    _demo_over(run, python, "nixl")
 
 
 # ---- two hosts -----------------------------------------------------------------------------
