@@ -92,6 +92,28 @@ def test_a_stopped_peer_is_noticed(make: Make, peers: Peers) -> None:
     assert len(pump(channel, lambda got: len(got) >= sent.count(True))) == sent.count(True)
 
 
+def test_a_stopped_peer_that_dialled_us_is_noticed(make: Make) -> None:
+    """The listener's side finds out by probes of its own: what it heard last was a message, after
+    which libzmq forgets how long the peer's probes said to wait for it."""
+    channel = make(heartbeat_interval=0.05, heartbeat_timeout=0.2)
+    code = f"""
+from kvxfer.core.control import ZmqChannel
+channel = ZmqChannel()
+route = channel.dial({channel.address!r})
+while channel.send(route, b"x"):
+    channel.wait(0.01)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        first = pump(channel, lambda got: len(got) >= 20)[0]
+        process.send_signal(signal.SIGSTOP)
+        pump(channel, lambda _: channel.counters["inbound_lost"])
+        assert channel.lost_routes() == [first.route]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_living_peer_is_not_lost_while_python_is_busy(make: Make, peers: Peers) -> None:
     """Heartbeats are answered by libzmq's thread: a process whose Python code does nothing for
     many times the time-out keeps its connections."""
