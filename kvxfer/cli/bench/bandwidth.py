@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from kvxfer.cli.bench.direct import direct_call, memmove_call
-from kvxfer.cli.bench.plan import Cell
+from kvxfer.cli.bench.plan import Cell, rounded
 from kvxfer.cli.bench.rig import Rig
 from kvxfer.cli.bench.shapes import batch_of, wrong_words
 from kvxfer.core.batch import Batch
@@ -57,11 +57,11 @@ class Bandwidth:
         wrong = wrong_words(self._rig.words, batch.slice(0, _CHECKED))
         row: dict[str, Any] = {**attrs.asdict(cell), "rounds": rounds, "wrong_words": wrong}
         for name, times in took.items():
-            row[name] = round(cell.nbytes / statistics.median(times) / 1e9, 3)
-            row[f"{name}_best"] = round(cell.nbytes / min(times) / 1e9, 3)
+            row[name] = rounded(cell.nbytes / statistics.median(times) / 1e9)
+            row[f"{name}_best"] = rounded(cell.nbytes / min(times) / 1e9)
         for name in took.keys() - {"kvxfer"}:
             pairs = zip(took[name], took["kvxfer"], strict=True)
-            row[f"to_{name}"] = round(statistics.median(base / ours for base, ours in pairs), 3)
+            row[f"to_{name}"] = rounded(statistics.median(base / ours for base, ours in pairs))
         return row
 
     def _batch(self, cell: Cell) -> Batch:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.cli.bench.plan import Cell
+from kvxfer.cli.bench.plan import Cell, rounded
 from kvxfer.cli.bench.rig import Rig
 from kvxfer.cli.bench.shapes import batch_of
 from kvxfer.errors import TransportError
@@ -50,6 +50,6 @@ def latencies(rig: Rig, cell: Cell, under_way: int, *, seconds: float, seed: int
     return {
         "under_way": under_way,
         "transfers": len(took),
-        "gb_per_s": round(len(took) * cell.nbytes / spent / 1e9, 3),
-        **{f"p{p}_ms": round(float(x), 4) for p, x in zip(PERCENTILES, percentiles, strict=True)},
+        "gb_per_s": rounded(len(took) * cell.nbytes / spent / 1e9),
+        **{f"p{p}_ms": rounded(float(x)) for p, x in zip(PERCENTILES, percentiles, strict=True)},
     }

@@ -10,7 +10,7 @@ import attrs
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["BenchPlan", "Cell", "Contender", "in_words"]
+__all__ = ["BenchPlan", "Cell", "Contender", "in_words", "rounded"]
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -135,3 +135,8 @@ def in_words(nbytes: int) -> str:
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"
+
+
+def rounded(value: float) -> float:
+    """To four digits, however small it is."""
+    return float(f"{value:.4g}")
