@@ -1,12 +1,16 @@
 """What shm's copiers reach of a loop of memcpy in C, over the same memory, in the same run.
 
-Contenders, in turns, each with blocks of its own, READs of 64 MiB from another process:
+Contenders, in turns, each with blocks of its own, READs of 64 MiB from another process by one
+thread:
 
 * ``loop``: a loop of memcpy, compiled here, over the addresses of the mapped path;
-* ``compiled``, ``compiled_2``: a transport with the compiled copier, with one and two copy threads;
-* ``python``: a transport that copies in Python and numpy, one thread;
-* ``in_place``: memory that is not mapped, read with process_vm_readv by one thread; ``in_place_2``
-  by two; ``readv`` is a loop of process_vm_readv in C over the same memory: what the kernel gives.
+* ``compiled``: a transport with the compiled copier;
+* ``python``: a transport that copies in Python and numpy;
+* ``in_place``: memory that is not mapped, read with process_vm_readv; ``readv`` is a loop of
+  process_vm_readv in C over the same memory: what the kernel gives.
+
+Then ``compiled_2``, with two copy threads, in turns with ``compiled`` alone: threads that had a
+processor each a moment ago are more likely to have one again.
 
 Times are from ``post`` to the end.  ``to_loop`` is the median of the ratios within a round;
 ``best_to_loop`` compares the best times, in which other work on the machine counts least, and
@@ -28,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +117,6 @@ class Contenders:
             "compiled_2": self._rig(mapped, 0, workers=2, copier="compiled").read,
             "python": self._rig(mapped, 0, workers=1, copier="python").read,
             "in_place": there.read,
-            "in_place_2": self._rig(in_place, 1, workers=2).read,
             "readv": self._loop(there, loops.readv_loop, there.path.peer.address.pid),
         }
 
@@ -149,37 +152,52 @@ class Contenders:
             link.dispose()
 
 
-def measure(contenders: Contenders, cell: Cell, rounds: int) -> dict[str, object]:
+Times = dict[str, list[float]]
+
+
+def take_turns(
+    contenders: Contenders, names: Sequence[str], cell: Cell, rounds: int
+) -> tuple[Times, Times]:
+    """Wall and CPU seconds of each, after one round that does not count."""
     rng = np.random.default_rng(cell.size)
-    calls = list(contenders.calls.items())
-    took: dict[str, list[float]] = {name: [] for name, _ in calls}
-    cpu: dict[str, list[float]] = {name: [] for name, _ in calls}
+    wall: Times = {name: [] for name in names}
+    cpu: Times = {name: [] for name in names}
     for turn in range(-1, rounds):
-        at = turn % len(calls)
-        for name, call in calls[at:] + calls[:at]:
+        at = turn % len(names)
+        for name in [*names[at:], *names[:at]]:
             batch = batch_of(cell, BUFFER, rng)
             before = time.process_time()
-            seconds = call(batch)
+            seconds = contenders.calls[name](batch)
             if turn >= 0:
                 cpu[name].append(time.process_time() - before)
-                took[name].append(seconds)
+                wall[name].append(seconds)
+    return wall, cpu
+
+
+def measure(contenders: Contenders, cell: Cell, rounds: int) -> dict[str, object]:
+    single = [name for name in contenders.calls if name != "compiled_2"]
+    wall, cpu = take_turns(contenders, single, cell, rounds)
     wrong = 0
     for rig in contenders.rigs:
-        batch = batch_of(cell, BUFFER, rng)
+        batch = batch_of(cell, BUFFER, np.random.default_rng(rounds))
         rig.read(batch)
         wrong += wrong_words(rig.words, batch)
     row: dict[str, object] = {"size": cell.size, "pattern": cell.pattern, "wrong_words": wrong}
-    loop = took["loop"]
-    for name, times in took.items():
+    loop = wall["loop"]
+    for name, times in wall.items():
         row[name] = {
             "gb_per_s": round(cell.nbytes / statistics.median(times) / 1e9, 2),
             "to_loop": round(statistics.median(a / b for a, b in zip(loop, times, strict=True)), 3),
             "best_to_loop": round(min(loop) / min(times), 3),
             "cpu_to_loop": round(statistics.median(cpu["loop"]) / statistics.median(cpu[name]), 3),
         }
-    pairs = zip(took["compiled"], took["compiled_2"], strict=True)
+    wall, _ = take_turns(contenders, ("compiled", "compiled_2"), cell, rounds)
+    pairs = zip(wall["compiled"], wall["compiled_2"], strict=True)
+    row["two_threads_gb_per_s"] = round(
+        cell.nbytes / statistics.median(wall["compiled_2"]) / 1e9, 2
+    )
     row["two_to_one"] = round(statistics.median(a / b for a, b in pairs), 3)
-    row["best_two_to_one"] = round(min(took["compiled"]) / min(took["compiled_2"]), 3)
+    row["best_two_to_one"] = round(min(wall["compiled"]) / min(wall["compiled_2"]), 3)
     return row
 
 

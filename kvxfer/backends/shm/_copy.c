@@ -14,9 +14,9 @@
 #include <emmintrin.h>
 #endif
 
-/* A batch of at least so many bytes will not stay in the cache: write past it. Then no line of the
+/* A batch of at least so many bytes hardly stays in the cache: write past it. Then no line of the
  * target is fetched only to be overwritten, which takes a third of the traffic. */
-#define STREAM_FROM (1 << 20)
+#define STREAM_FROM (1 << 18)
 /* Shorter pieces do not pay for their unaligned ends. */
 #define STREAM_PIECE 1024
 #define LINE 64

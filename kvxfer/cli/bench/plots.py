@@ -66,11 +66,11 @@ def _bandwidth(figure: Any, measured: list[dict[str, Any]]) -> None:
         ticks = sorted({row["size"] for c in measured for row in c["bandwidth"]})
         panel.set_xticks(ticks, [in_words(size) for size in ticks], rotation=30)
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
         panel.set_title(f"{pattern} blocks")
         panel.set_xlabel("block size")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("bandwidth (GB/s)")
+    panels[0].set_ylim(0, panels[0].get_ylim()[1])  # shared, and now that all curves are there
     figure.suptitle("Bandwidth of one READ, most blocks that were measured")
     # Below the panels: no curve runs through it.
     curves: dict[str, Any] = {}
