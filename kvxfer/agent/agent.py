@@ -309,14 +309,33 @@ class Agent:
         """
         self._check_open()
         layers = as_layers(caches, layout, {} if groups is None else groups)
+        self._refuse_while_used()
+        if self.config.failover is not None and not self._ctx.scratch:
+            self._ctx.scratch = register_scratch(self._transports)
+        new = register_caches(layers, self._transports)
+        self._replace_caches(new)
+        return new
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the registered KV caches, for an engine that gives their memory away.
+
+        Peers are told when caches are registered again. May block, as ``register_kv_caches``.
+
+        Raises:
+            InvalidInputError: transfers still use them.
+        """
+        self._check_open()
+        self._refuse_while_used()
+        self._replace_caches(Caches())
+
+    def _refuse_while_used(self) -> None:
         if self._busy or self._engine.consumer.drainings or self._engine.producer.drainings:
             raise InvalidInputError(
                 "transfers still use the caches registered before", next_step="drain() first"
             )
+
+    def _replace_caches(self, new: Caches) -> None:
         old = self._caches
-        if self.config.failover is not None and not self._ctx.scratch:
-            self._ctx.scratch = register_scratch(self._transports)
-        new = register_caches(layers, self._transports)
         self._caches = new
 
         def change(now: float) -> None:
@@ -334,7 +353,6 @@ class Agent:
             self._deregister(new)
             raise
         self._deregister(old)
-        return new
 
     def _deregister(self, caches: Caches) -> None:
         for transport in self._transports:
@@ -774,6 +792,17 @@ class Agent:
 
         self._order(abort)
 
+    def abort_push(self, transfer_id: str) -> None:
+        """Give a push up, done when it returns: from then on it is not sealed as a success.
+
+        For blocks that are about to be overwritten while they are pushed from.  What is being
+        copied may go on, into blocks that the consumer does not publish.  Waits for one round of
+        the progress thread.
+        """
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
+        self._check_open()
+        self._call(lambda now: _ignore(self._engine.producer.abort_push(transfer_id, now)))
+
     def _abort_handle(self, handle: TransferHandle) -> None:
         """Only while it is this handle's transfer: the id may be in use again."""
         entry = self._open.get(handle.role, handle.transfer_id)
@@ -916,6 +945,12 @@ class Agent:
         def refuse(now: float) -> None:
             if isinstance(order, o.PullOrder):
                 self._engine.consumer.give_back(order.offer, now)
+            if isinstance(order, (o.PushOrder, o.SealOrder)):
+                entry = self._open.get(Role.PRODUCER, order.transfer_id)
+                if entry is not None and self._engine.producer.fail_live(
+                    entry.handle, event.error, now
+                ):
+                    return  # it has pushed before: its end tells of all submits
             self._ctx.emit(event)
 
         self._order(refuse)

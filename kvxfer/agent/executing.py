@@ -47,6 +47,16 @@ def execute(agent: Agent, order: o.Order) -> None:
                 deadline=order.deadline,
                 producers=order.producers,
             )
+        case o.PushOrder():
+            agent.push(
+                order.transfer_id,
+                order.blocks,
+                to=order.to,
+                layers=order.layers,
+                ready=order.ready,
+            )
+        case o.SealOrder():
+            agent.seal(order.transfer_id, order.payload)
         case o.DeclineOrder():
             agent.decline(order.offer, owner=order.owner, owners=order.owners)
         case o.RenewOrder():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from kvxfer.core.events import Event
@@ -10,6 +12,9 @@ from kvxfer.core.offer import Endpoint, Offer
 from kvxfer.core.tickets import Tickets
 from kvxfer.policies.timeouts import Timeouts
 
+if TYPE_CHECKING:
+    from kvxfer.agent.push import Readiness
+
 __all__ = [
     "AbortOrder",
     "AcceptOrder",
@@ -17,8 +22,10 @@ __all__ = [
     "HoldOrder",
     "Order",
     "PullOrder",
+    "PushOrder",
     "RenewOrder",
     "Report",
+    "SealOrder",
     "WorkerInfo",
 ]
 
@@ -59,6 +66,28 @@ class AcceptOrder(Order):
     blocks: tuple[Blocks, ...]
     deadline: float
     producers: tuple[Endpoint, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class PushOrder(Order):
+    """Push these blocks of some layers; see ``Agent.push``.
+
+    ``ready`` exists in the worker only: whoever makes the order there may fill it in.
+    """
+
+    transfer_id: str
+    blocks: tuple[Blocks, ...]
+    to: tuple[Endpoint, ...]
+    layers: tuple[str, ...] | None = None
+    ready: Readiness | None = None
+
+
+@attrs.frozen(kw_only=True)
+class SealOrder(Order):
+    """No more pushes for this transfer; see ``Agent.seal``."""
+
+    transfer_id: str
+    payload: bytes = b""
 
 
 @attrs.frozen(kw_only=True)

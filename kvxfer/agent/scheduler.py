@@ -32,6 +32,8 @@ from kvxfer.policies.timeouts import Phase, Timeouts
 __all__ = ["SchedulerAgent"]
 
 _PER_RANK = ("tp_rank", "pp_rank")
+_RENEWALS_PER_LEASE = 3
+"""One may be lost, and another late, before a kept hold ends."""
 
 
 class SchedulerAgent:
@@ -71,6 +73,9 @@ class SchedulerAgent:
         self._open: dict[tuple[Role, str], _Open] = {}
         self._deadlines: Timers[tuple[Role, str]] = Timers()
         self._quarantined: dict[tuple[Role, str], None] = {}
+        self._kept: dict[str, _Kept] = {}
+        """By transfer id: offers whose holds are renewed until somebody pulls or declines."""
+        self._renewals: Timers[str] = Timers()
         self._heard: dict[int, float] = {}
         """By rank: when its last report came."""
         self.stale = 0
@@ -188,6 +193,7 @@ class SchedulerAgent:
         """Consumer, READ: have all ranks pull. See ``Agent.pull``."""
         groups = _groups(blocks)
         trace = checked_traceparent("traceparent", traceparent)
+        self.let_go(offer.transfer_id)
         known = self._open.get((Role.CONSUMER, offer.transfer_id))
         if known is not None and known.joins(owner):
             known.join(owner, groups)
@@ -238,11 +244,32 @@ class SchedulerAgent:
 
         See ``Agent.decline``.
         """
+        if owner is None:
+            self.let_go(offer.transfer_id)
         self._orders.append(o.DeclineOrder(offer=offer, owner=owner, owners=owners))
 
     def renew(self, offers: Iterable[Offer]) -> None:
         """Consumer, READ: keep holds alive for requests that wait in the queue."""
         self._orders.append(o.RenewOrder(offers=tuple(offers)))
+
+    def keep(self, offer: Offer) -> None:
+        """Consumer, READ: renew that hold by and by, for a request that waits in the queue.
+
+        First with the next ``take_orders``, unless it is pulled by then: how old an offer is that
+        came through a router is not known.  It ends with ``pull`` or ``decline`` of the transfer,
+        with ``let_go``, or after ``longest`` seconds.
+        """
+        full = len(self._kept) >= self.config.limits.transfers
+        if offer.transfer_id in self._kept or full:
+            return
+        now = self._clock.now()
+        self._kept[offer.transfer_id] = _Kept(offer=offer, until=now + self._longest)
+        self._renewals.set(offer.transfer_id, now)
+
+    def let_go(self, transfer_id: str) -> None:
+        """Renew that hold no longer; unknown ids are ignored."""
+        if self._kept.pop(transfer_id, None) is not None:
+            self._renewals.cancel(transfer_id)
 
     def abort(self, transfer_id: str) -> None:
         """Give a transfer up; its event still comes."""
@@ -273,6 +300,7 @@ class SchedulerAgent:
 
     def take_orders(self) -> list[o.Order]:
         """The orders since the last call: for every worker, the same list."""
+        self._renew_kept(self._clock.now())
         orders, self._orders = self._orders, []
         return orders
 
@@ -319,10 +347,26 @@ class SchedulerAgent:
         return out
 
     def next_at(self) -> float | None:
-        """When ``poll`` has something next, if no report comes first; seconds of the clock."""
-        return self._deadlines.next_at()
+        """When ``poll`` or ``take_orders`` has something next, if nothing comes first.
+
+        Seconds of the clock.
+        """
+        times = [self._deadlines.next_at(), self._renewals.next_at()]
+        return min((at for at in times if at is not None), default=None)
 
     # ---- inside ------------------------------------------------------------------------------
+
+    def _renew_kept(self, now: float) -> None:
+        due: list[Offer] = []
+        for transfer_id in self._renewals.pop_due(now):
+            kept = self._kept[transfer_id]
+            if now >= kept.until:
+                del self._kept[transfer_id]
+                continue
+            due.append(kept.offer)
+            self._renewals.set(transfer_id, now + kept.offer.lease / _RENEWALS_PER_LEASE)
+        if due:
+            self.renew(due)
 
     def _still_alive(self, entry: _Open, now: float) -> float | None:
         """A hold that its readers renew: a worker that reports ends it by its own deadlines.
@@ -437,6 +481,15 @@ class _Open:
                 tuple(dict.fromkeys((*ids, *new)))
                 for ids, new in zip(combined.blocks, more, strict=True)
             )
+
+
+@attrs.frozen(kw_only=True)
+class _Kept:
+    """An offer that waits for its request's turn."""
+
+    offer: Offer
+    until: float
+    """The end of our patience; clock seconds."""
 
 
 def _groups(blocks: Blocks | Sequence[Blocks]) -> tuple[Blocks, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvxfer.agent.caches import LayerCache
@@ -11,58 +11,96 @@ from kvxfer.core.layout import Fingerprint, KVLayout, KVSpec, TokenOrder
 from kvxfer.core.topology import Ranks
 from kvxfer.errors import ConfigError
 
-__all__ = ["fingerprint_of", "full_attention_spec", "layer_caches", "ranks_of"]
+__all__ = [
+    "attention_groups",
+    "fingerprint_of",
+    "layer_caches",
+    "ranks_of",
+    "ready_of",
+    "refuse_host_buffer",
+]
 
 
-def full_attention_spec(kv_cache_config: Any) -> Any:
-    """The spec of the only group of KV caches.
+def attention_groups(kv_cache_config: Any) -> Sequence[Any]:
+    """The groups of KV caches: full attention and sliding windows, of one block size.
 
     Raises:
-        ConfigError: there are several groups, or it is no full attention.
+        ConfigError: a group is of another kind, or block sizes differ.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+    groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    known = all(isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)) for spec in specs)
+    if not specs or not known or len({spec.block_size for spec in specs}) > 1:
+        kinds = [f"{type(s).__name__} of {getattr(s, 'block_size', '?')} tokens" for s in specs]
         raise ConfigError(
-            f"the model's KV cache groups are {kinds}: one group of FullAttentionSpec is supported"
+            f"the model's KV cache groups are {kinds}: full attention and sliding windows, all "
+            "with blocks of one size, are supported"
         )
-    return groups[0].kv_cache_spec
+    return groups
 
 
 def layer_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> list[LayerCache]:
-    """The tensors that vLLM registers, with their layouts.
+    """The tensors that vLLM registers, with their layouts and groups.
 
     On CPU the inside of one page (one block of one head) depends on the instruction set: it is
     moved whole, as opaque bytes.
 
     Raises:
-        ConfigError: the model has other groups than one of full attention, or a layer is missing.
+        ConfigError: the model has groups that are not supported, or a layer is missing.
         GeometryError: a tensor's shape fits no cache of the group's spec.
     """
-    spec = full_attention_spec(kv_cache_config)
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    missing = [name for name in names if name not in kv_caches]
-    if missing:
-        raise ConfigError(f"vLLM registered no KV cache for the layers {missing[:5]}")
     layers = []
-    for name in names:
-        tensor = kv_caches[name]
-        opaque = tensor.device.type == "cpu"
-        layout = KVLayout.from_tensor(
-            tensor,
-            KVSpec(
-                tokens_per_block=spec.block_size,
-                heads=spec.num_kv_heads,
-                head_size=spec.head_size,
-                num_blocks=kv_cache_config.num_blocks,
-                order=TokenOrder.HEAD_MAJOR if opaque else None,
-                opaque=opaque,
-            ),
-        )
-        layers.append(LayerCache(name=name, buffer=tensor, layout=layout))
+    for index, group in enumerate(attention_groups(kv_cache_config)):
+        spec = group.kv_cache_spec
+        missing = [name for name in group.layer_names if name not in kv_caches]
+        if missing:
+            raise ConfigError(f"vLLM registered no KV cache for the layers {missing[:5]}")
+        for name in group.layer_names:
+            tensor = kv_caches[name]
+            opaque = tensor.device.type == "cpu"
+            layout = KVLayout.from_tensor(
+                tensor,
+                KVSpec(
+                    tokens_per_block=spec.block_size,
+                    heads=spec.num_kv_heads,
+                    head_size=spec.head_size,
+                    num_blocks=kv_cache_config.num_blocks,
+                    order=TokenOrder.HEAD_MAJOR if opaque else None,
+                    opaque=opaque,
+                ),
+            )
+            layers.append(LayerCache(name=name, buffer=tensor, layout=layout, group=index))
     return layers
+
+
+def ready_of(tensor: Any) -> Any:
+    """Says when what the current stream does to ``tensor`` is done; None: it is done (CPU)."""
+    if tensor.device.type == "cpu":
+        return None
+    import torch
+
+    event = torch.get_device_module(tensor.device).Event()
+    event.record()
+    return event
+
+
+def refuse_host_buffer(vllm_config: Any) -> None:
+    """Device memory is moved where it lies: ``set_host_xfer_buffer_ops`` is not used.
+
+    Raises:
+        ConfigError: vLLM was told to stage the caches in host memory.
+    """
+    from vllm.platforms import current_platform
+
+    device = vllm_config.kv_transfer_config.kv_buffer_device
+    if device == "cpu" and current_platform.device_type != "cpu":
+        raise ConfigError(
+            f"kv_buffer_device is 'cpu' and the caches are on {current_platform.device_type!r}: "
+            "staging in host memory (set_host_xfer_buffer_ops) is not supported",
+            next_step="leave kv_buffer_device out, and take a backend that reads device memory",
+        )
 
 
 def ranks_of(vllm_config: Any, *, tp_rank: int, pp_rank: int) -> Ranks:
@@ -96,7 +134,8 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: Any, *, model: str | None)
     """
     config, cache = vllm_config.model_config, vllm_config.cache_config
     name = model or f"{config.model}@{config.revision or ''}"
-    kv_dtype = str(full_attention_spec(kv_cache_config).dtype).removeprefix("torch.")
+    specs = [group.kv_cache_spec for group in attention_groups(kv_cache_config)]
+    kv_dtype = ",".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs}))
     found = Fingerprint(
         model=name,
         dtype=str(config.dtype).removeprefix("torch."),

@@ -10,6 +10,7 @@ import attrs
 from attrs import validators as v
 
 from kvxfer.agent import AgentConfig
+from kvxfer.agent.config import seconds_of
 from kvxfer.core.control_config import ControlConfig, Security
 from kvxfer.core.plugins import create_transport
 from kvxfer.core.transport import Transport
@@ -70,6 +71,17 @@ class ConnectorConfig:
     drain_timeout: float = Timeouts().drain
     """See ``Timeouts``."""
 
+    accept_timeout: float = 120.0
+    """WRITE: how long decode waits for a push, from when it has blocks for it: the time that
+    prefill needs, queue and computation together. Two minutes: a long prompt, a full queue."""
+
+    write: bool = attrs.field(default=False, validator=_is(bool))
+    """Take part in WRITE: prefill pushes layer by layer, decode lets its KV caches be written."""
+
+    share_caches: bool = attrs.field(default=False, validator=_is(bool))
+    """``shm`` only: move the KV caches, which lie in heap memory on CPU, into memory that peers
+    can map, when they are registered. WRITE over shm needs it at decode."""
+
     admit_readers: bool = attrs.field(default=False, validator=_is(bool))
     """``shm`` only: let other processes of this uid read the KV caches where Yama forbids it
     (``kernel.yama.ptrace_scope`` is 1). See ``ShmConfig.admit_readers``."""
@@ -77,11 +89,13 @@ class ConnectorConfig:
     def __attrs_post_init__(self) -> None:
         # Whatever is wrong is said when the engine starts, by the scheduler as by the workers.
         _ = self.control, self.timeouts, self.agent("", "")
-        if self.admit_readers and self.backend != "shm":
-            raise ConfigError(
-                f"kv_connector_extra_config: admit_readers is for the backend 'shm', not "
-                f"{self.backend!r}"
-            )
+        seconds_of("accept_timeout", self.accept_timeout)
+        for key in ("admit_readers", "share_caches"):
+            if getattr(self, key) and self.backend != "shm":
+                raise ConfigError(
+                    f"kv_connector_extra_config: {key} is for the backend 'shm', not "
+                    f"{self.backend!r}"
+                )
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:

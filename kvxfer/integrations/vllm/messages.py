@@ -9,17 +9,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvxfer.agent.orders import Order, Report, WorkerInfo
+from kvxfer.agent.orders import Order, PushOrder, Report, WorkerInfo
 
-__all__ = ["Handshake", "Load", "Reports", "Step"]
+__all__ = ["Chunk", "Handshake", "Load", "Reports", "Step"]
 
 
 @attrs.frozen
 class Load:
-    """Which request waits for a pull, and the blocks it has for it."""
+    """Which request waits for a pull or push, and the blocks per group it has for it."""
 
     request_id: str
-    block_ids: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen
+class Chunk:
+    """WRITE: blocks that the coming forward fills, pushed layer by layer; ``last`` seals them."""
+
+    push: PushOrder
+    last: bool
 
 
 @attrs.frozen
@@ -28,7 +36,11 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
 
     orders: list[Order]
     holds: dict[str, str]
+    """Finished requests whose blocks wait for the end of a hold or push."""
     loads: dict[str, Load]
+    chunks: list[Chunk]
+    preempted: tuple[str, ...]
+    """Pushes of requests whose blocks are about to be overwritten."""
 
 
 @attrs.frozen
