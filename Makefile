@@ -4,7 +4,7 @@
 LANES = @python=$$(scripts/find-python.sh) && exec "$$python" scripts/lanes.py
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-engines test-mori test-net soak soak-mori lint docs clean
+.PHONY: help demo test test-all test-engines test-mori e2e-vllm test-net soak soak-mori lint docs clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -28,6 +28,9 @@ test-net: ## two hosts in network namespaces, their link cut and healed; needs r
 
 test-mori: ## the real MoRI-IO engine over software RDMA
 	$(LANES) run mori
+
+e2e-vllm: ## real vLLM engines on CPU, prefill and decode
+	$(LANES) run vllm
 
 soak: ## 200 rounds of killed and stopped processes; ROUNDS=n for another number
 	@SOAK_ROUNDS=$(or $(ROUNDS),200); export SOAK_ROUNDS; $(LANES:@%=%) run soak

@@ -94,6 +94,7 @@ VLLM = Venv(
         _files("torch", "vllm", "test", pinned=False),
         # Their builds break the import of the CPU wheel; nothing here needs them.
         Step(("{pip}", "uninstall", "-q", "-y", *_UNUSABLE)),
+        pip("--no-deps", "-r", "constraints/nixl.txt"),
         pip("--no-build-isolation", "-e", ".", pinned=False),
     ),
 )
@@ -496,6 +497,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "UCX_MODULES": "^ib",
 }
 
 LANES = {
@@ -518,7 +520,7 @@ LANES = {
         ),
         Lane(
             "vllm",
-            "two real vLLM engines on CPU",
+            "real vLLM engines on CPU, over shm and NIXL",
             (VLLM,),
             _engine("vllm", **VLLM_ENVIRONMENT),
         ),

@@ -329,7 +329,7 @@ class Agent:
         self._replace_caches(Caches())
 
     def _refuse_while_used(self) -> None:
-        if self._busy or self._engine.consumer.drainings or self._engine.producer.drainings:
+        if self._moving or self._engine.consumer.drainings or self._engine.producer.drainings:
             raise InvalidInputError(
                 "transfers still use the caches registered before", next_step="drain() first"
             )
@@ -988,6 +988,11 @@ class Agent:
 
     @property
     def _busy(self) -> bool:
+        return self._moving or bool(self._engine.links.mailboxes.unconfirmed)
+
+    @property
+    def _moving(self) -> bool:
+        """Whether a transfer is under way."""
         engine = self._engine
         return bool(
             engine.consumer.pulls
@@ -995,7 +1000,6 @@ class Agent:
             or engine.producer.pushes
             or len(engine.producer.leases)
             or len(self._open)
-            or engine.links.mailboxes.unconfirmed
         )
 
     def close(self, deadline: float = 5.0) -> None:

@@ -12,7 +12,9 @@ import pytest
 import kvxfer
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SERVERS = {"vllm_proxy"}
+"""Programs that run for ever; this one is run by tests/vllm/test_http.py."""
+EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem not in SERVERS)
 ALONE = {
     "layout_alone": {"layout", "topology"},
     "plan_blocks": {"layout"},

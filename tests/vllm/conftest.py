@@ -6,10 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from vllm_rig import (
+    CROWD,
+    CROWD_TOKENS,
     PROMPTS,
+    SAMPLES,
     EngineProcess,
+    Nursery,
     connector,
     make_model,
 )
@@ -25,21 +30,67 @@ def model(folder: Path) -> Path:
     return make_model(folder / "model")
 
 
+@attrs.frozen
+class Kind:
+    """How one engine is started."""
+
+    connector: dict[str, Any] | None
+    arguments: dict[str, Any] = attrs.field(factory=dict)
+    environment: dict[str, str] = attrs.field(factory=dict)
+
+
+FAULTY = {"name": "FaultyConnector", "module": "faulty_connector"}
+MANY = {"num_gpu_blocks_override": 256, "max_num_seqs": 32}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+# Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
+NIXL = {"UCX_MODULES": "^ib", "UCX_TLS": "tcp"}
+ENGINES = {
+    "single": Kind(None),
+    # Few tokens per step: longer prompts are prefilled in chunks.
+    "prefill": Kind(
+        connector("kv_producer", lease=30.0, lease_margin=0.5, write=True),
+        {"max_num_batched_tokens": 96, "max_num_seqs": 32},
+    ),
+    "decode": Kind(connector("kv_consumer", policy="recompute", write=True, share_caches=True)),
+    "strict": Kind(connector("kv_consumer", policy="fail", drain_timeout=1.0, **FAULTY), MANY),
+    "crowded": Kind(connector("kv_producer", **FAULTY), MANY),
+    "prefill_tp2": Kind(connector("kv_producer", write=True), TWO_RANKS, FORKED),
+    "decode_tp2": Kind(
+        connector("kv_consumer", policy="recompute", write=True, share_caches=True),
+        TWO_RANKS,
+        FORKED,
+    ),
+    "prefill_nixl": Kind(connector("kv_producer", backend="nixl"), environment=NIXL),
+    "decode_nixl": Kind(
+        connector("kv_consumer", policy="recompute", backend="nixl"), environment=NIXL
+    ),
+}
+
+
 class Fleet:
     """Engines by name; all that were named start at once."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+        self._model = model
+        self.nursery = Nursery(folder)
         self._engines: dict[str, EngineProcess] = {}
         self._all: list[EngineProcess] = []
 
-    def start(self, name: str) -> None:
-        known = self._engines.get(name)
-        if known is None or not known.alive:
-            log = self._folder / f"{name}-{len(self._all)}.log"
-            engine = EngineProcess(self._model, ROLES[name], log)
-            self._engines[name] = engine
-            self._all.append(engine)
+    def start(self, *names: str) -> None:
+        for name in names:
+            known = self._engines.get(name)
+            if known is None or not known.alive:
+                kind = ENGINES[name]
+                engine = EngineProcess(
+                    self.nursery,
+                    self._model,
+                    kind.connector,
+                    arguments=kind.arguments,
+                    environment=kind.environment,
+                )
+                self._engines[name] = engine
+                self._all.append(engine)
 
     def get(self, name: str) -> EngineProcess:
         self.start(name)
@@ -48,14 +99,7 @@ class Fleet:
     def close(self) -> None:
         for engine in self._all:
             engine.close()
-
-
-ROLES: dict[str, dict[str, Any] | None] = {
-    "single": None,
-    "prefill": connector("kv_producer", lease=30.0, lease_margin=0.5),
-    "decode": connector("kv_consumer", policy="recompute"),
-    "strict": connector("kv_consumer", policy="fail"),
-}
+        self.nursery.close()
 
 
 @pytest.fixture(scope="session")
@@ -67,20 +111,35 @@ def fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         fleet.close()
 
 
+@attrs.frozen
+class Expected:
+    """What one engine without a connector says."""
+
+    tokens: dict[str, list[int]]
+    crowd: list[list[int]]
+    samples: list[list[int]]
+
+    def __getitem__(self, name: str) -> list[int]:
+        return self.tokens[name]
+
+
 @pytest.fixture(scope="session")
-def expected(fleet: Fleet) -> dict[str, list[int]]:
+def expected(fleet: Fleet) -> Expected:
     """Tokens of every prompt from one engine without a connector, which then ends."""
-    for name in ("single", "prefill"):
-        fleet.start(name)
+    fleet.start("single", "prefill", "decode")
     single = fleet.get("single")
     outputs = single.generate(list(PROMPTS.values()))
+    crowd = single.generate(CROWD, max_tokens=CROWD_TOKENS)
+    (samples,) = single.generate([PROMPTS["samples100"]], **SAMPLES)
     single.close()
-    return {name: out["tokens"] for name, out in zip(PROMPTS, outputs, strict=True)}
+    return Expected(
+        {name: out["tokens"] for name, out in zip(PROMPTS, outputs, strict=True)},
+        [out["tokens"] for out in crowd],
+        samples["samples"],
+    )
 
 
 @pytest.fixture
-def engine(fleet: Fleet, expected: dict[str, list[int]]) -> Callable[[str], EngineProcess]:
+def engine(fleet: Fleet, expected: Expected) -> Callable[[str], EngineProcess]:
     """An engine by name, with nothing under way."""
-    for name in ("prefill", "decode", "strict"):
-        fleet.start(name)
     return fleet.get

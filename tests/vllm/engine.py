@@ -1,85 +1,166 @@
-"""One vLLM engine in a process of its own, told what to do by JSON lines on stdin."""
+"""One vLLM engine, driven by hand: each method is a command that a test can send."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import itertools
 import time
+from collections.abc import Iterable
 from typing import Any
 
-# Set before vLLM is imported: one process per engine, nothing from the network.
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+PATIENCE = 120.0
+"""Seconds for what takes one on a machine that has nothing else to do."""
+
+
+def rank_state(_: Any) -> dict[str, Any]:
+    """What one worker knows. Runs in its process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group().worker
+    snapshot = worker.agent.snapshot()
+    tables = {
+        **snapshot.tables,
+        "worker holds": len(worker._holds),
+        "worker loads": len(worker._loads),
+    }
+    return {"address": worker.agent.address, "counters": snapshot.counters, "tables": tables}
+
+
+def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return total
 
 
 class Engine:
-    def __init__(self, model: str, connector: dict[str, Any] | None) -> None:
+    def __init__(
+        self, model: str, connector: dict[str, Any] | None, arguments: dict[str, Any]
+    ) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            block_size=32,
-            num_gpu_blocks_override=64,
-            max_model_len=512,
-            max_num_batched_tokens=512,
-            seed=0,
-            **({"kv_transfer_config": connector} if connector else {}),
-        )
-        self.core = self.llm.llm_engine.engine_core.engine_core
+        options: dict[str, Any] = {
+            "model": model,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": 32,
+            "num_gpu_blocks_override": 64,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 512,
+            "seed": 0,
+            **arguments,
+        }
+        if connector:
+            options["kv_transfer_config"] = connector
+        self.llm = LLM(**options)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
         self.connected = connector is not None
-        self.zeroed: list[int] = []
+        self.spoilt: list[int] = []
+        self.preemptions = 0
+        self._numbers = itertools.count()
+        self._outputs: dict[str, dict[str, Any]] = {}
+        self._honest: Any = None
+        self._stats: Any = None
+        self.in_process = options.get("tensor_parallel_size", 1) == 1
+        if self.connected and self.in_process:
+            self._collect_stats()
+        preempt = self.scheduler._preempt_request
 
-    def params(self, max_tokens: int, kv: dict[str, Any] | None) -> Any:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*arguments, **more)
+
+        self.scheduler._preempt_request = counted
+
+    def close(self) -> None:
+        if not self.in_process:
+            self.core.shutdown()
+        elif self.connected:
+            self.connector.shutdown()
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def add(
+        self,
+        *,
+        prompt: list[int],
+        kv: dict[str, Any] | None = None,
+        max_tokens: int = 16,
+        n: int = 1,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request; nothing is scheduled before the next step."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
-            temperature=0.0,
+        request_id = request_id or f"request-{next(self._numbers)}"
+        params = SamplingParams(
+            n=n,
+            seed=seed,
+            temperature=0.0 if seed is None else 1.0,
             max_tokens=max_tokens,
             min_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=None if kv is None else {"kv_transfer_params": kv},
         )
-
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int, kv: list[dict[str, Any] | None]
-    ) -> list[dict[str, Any]]:
-        began = time.monotonic()
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self.params(max_tokens, each) for each in kv],
-            use_tqdm=False,
-        )
-        seconds = time.monotonic() - began
-        return [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "finish": output.outputs[0].finish_reason,
-                "kv": output.kv_transfer_params,
-                "seconds": seconds,
-            }
-            for output in outputs
-        ]
-
-    def add(self, request_id: str, prompt: list[int], kv: dict[str, Any]) -> None:
-        """Queue a request; nothing is scheduled before the next step."""
-        self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": prompt}, self.params(16, kv)
-        )
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        return request_id
 
     def abort(self, request_id: str) -> None:
-        self.llm.llm_engine.abort_request([request_id])
+        self.engine.abort_request([request_id])
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                samples = sorted(output.outputs, key=lambda sample: sample.index)
+                self._outputs[output.request_id] = {
+                    "tokens": list(samples[0].token_ids),
+                    "samples": [list(sample.token_ids) for sample in samples],
+                    "finish": samples[0].finish_reason,
+                    "kv": output.kv_transfer_params,
+                    "cached": output.num_cached_tokens,
+                }
+
+    def finish(self, ids: list[str]) -> list[dict[str, Any]]:
+        """Step until these have finished."""
+        began = time.monotonic()
+        while not self._outputs.keys() >= set(ids):
+            self._step()
+            if time.monotonic() > began + PATIENCE:
+                raise TimeoutError(f"not finished: {ids}; {self.state()}")
+        seconds = time.monotonic() - began
+        return [{**self._outputs.pop(request_id), "seconds": seconds} for request_id in ids]
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.finish([self.add(**request) for request in requests])
+
+    def pump(self, requests: list[dict[str, Any]], seconds: float) -> dict[str, dict[str, Any]]:
+        """Add requests, and step for a while, until some have finished: what a server does."""
+        for request in requests:
+            self.add(**request)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._outputs:
+            self._step()
+        found, self._outputs = self._outputs, {}
+        return found
+
+    def pace(self, seconds: float, pause: float) -> int:
+        """Step for that long, at that pace; returns how many requests are under way."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._step()
+            time.sleep(pause)
+        return len(self.scheduler.running)
 
     def settle(self, free: int | None, seconds: float, ignored: list[str]) -> dict[str, Any]:
         """Step until ``free`` blocks are free and nothing is under way, or time is up.
@@ -89,28 +170,39 @@ class Engine:
         """
         end = time.monotonic() + seconds
         while True:
-            self.llm.llm_engine.step()
+            self._step()
             state = self.state()
             busy = {name for name, size in state["tables"].items() if size} - set(ignored)
             if (free in (None, state["free"]) and not busy) or time.monotonic() >= end:
                 return state
             time.sleep(0.01)
 
+    # ---- looking inside ----------------------------------------------------------------------
+
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "free": self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            "free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "preemptions": self.preemptions,
+            "waiting": self.scheduler.get_request_counts()[1],
+            "running": len(self.scheduler.running),
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
         }
         if self.connected:
-            snapshot = self.connector.worker.agent.snapshot()
-            half = self.core.scheduler.connector.scheduler
-            state["counters"] = snapshot.counters
+            ranks = self.core.model_executor.collective_rpc(rank_state)
+            half = self.scheduler.connector.scheduler
+            state["addresses"] = [rank["address"] for rank in ranks]
+            state["counters"] = added(rank["counters"] for rank in ranks)
+            state["bytes"] = [rank["counters"].get("pull.bytes", 0) for rank in ranks]
             state["tables"] = {
-                **snapshot.tables,
-                "worker holds": len(self.connector.worker._holds),
-                "worker loads": len(self.connector.worker._loads),
-                "scheduler pulls": len(half._pulling),
-                "scheduler offers": len(half._remotes),
+                **added(rank["tables"] for rank in ranks),
+                "scheduler loads": len(half._loading),
+                "scheduler queue": len(half._waiting),
+                "scheduler leads": len(half._leads),
+                "scheduler prefills": len(half._prefills),
+                "scheduler pushes": len(half._pushing),
+                "scheduler aside": len(half._aside),
                 "scheduler transfers": len(half.agent),
+                "scheduler renewals": len(half.agent._kept),
             }
         return state
 
@@ -120,47 +212,89 @@ class Engine:
 
         return get_kv_transfer_group()
 
-    def spoil(self, on: bool) -> None:
-        """Negative control: zero what was pulled before vLLM hears that it is there."""
-        worker = self.connector.worker
-        if not on:
-            del worker.finished
+    @property
+    def worker(self) -> Any:
+        return self.connector.worker
+
+    def injected(self) -> dict[str, int]:
+        found: dict[str, int] = self.connector.injected()
+        return found
+
+    def inject(self, **faults: Any) -> None:
+        self.connector.inject(**faults)
+
+    def recompute(self, on: bool) -> None:
+        """``kv_load_failure_policy``, changed while it runs."""
+        self.scheduler.recompute_kv_load_failures = on
+
+    def release(self) -> int:
+        found: int = self.connector.release()
+        return found
+
+    def occupy(self, seqs: int) -> None:
+        """At most so many requests run at once; others wait in the queue."""
+        self.scheduler.max_num_active_reqs = seqs
+
+    def lease(self, seconds: float) -> None:
+        """Holds that begin from now on last that long."""
+        import attrs
+
+        agent = self.scheduler.connector.scheduler.agent
+        agent.config = attrs.evolve(agent.config, lease=seconds)
+
+    def metrics(self) -> dict[str, int | float]:
+        """What vLLM would log of transfers since the last call."""
+        stats, self._stats = self._stats, None
+        if stats is None:
+            return {}
+        found: dict[str, int | float] = stats.reduce()
+        return found
+
+    def _collect_stats(self) -> None:
+        """Keep what the connector hands to vLLM each step."""
+        hand_over = self.connector.get_kv_connector_stats
+
+        def kept() -> Any:
+            stats = hand_over()
+            if stats is not None:
+                self._stats = stats if self._stats is None else self._stats.aggregate(stats)
+            return stats
+
+        self.connector.get_kv_connector_stats = kept
+
+    def sleep(self) -> list[str]:
+        """What vLLM does around sleep mode; returns the addresses before and after."""
+        before = self.worker.agent.address
+        self.connector.unregister_kv_caches()
+        self.connector.restore_kv_caches()
+        return [before, self.worker.agent.address]
+
+    def spoil(self, how: str) -> None:
+        """Negative controls: spoil what was loaded before vLLM hears that it is there.
+
+        ``zero`` zeroes all blocks; ``block`` puts the last block of a load in the place of its
+        first; an empty text restores honesty.
+        """
+        worker = self.worker
+        if self._honest is not None:
+            worker.finished, self._honest = self._honest, None
+        if not how:
             return
-        honest = worker.finished
+        honest = self._honest = worker.finished
         layers = self.core.model_executor.driver_worker.worker.model_runner.kv_caches
 
         def finished() -> Any:
-            loads = {load.request_id: load.block_ids for load in worker._loads.values()}
-            sent, loaded = honest()
-            for request_id in loaded:
+            loads = {load.request_id: load for load, _ in worker._loads.values()}
+            found = honest()
+            for request_id in found.loaded:
+                (blocks,) = loads[request_id].blocks
                 for layer in layers:
-                    for block in loads[request_id]:
-                        layer[block].zero_()
-                        self.zeroed.append(block)
-            return sent, loaded
+                    if how == "zero":
+                        for block in blocks:
+                            layer[block].zero_()
+                    else:
+                        layer[blocks[0]].copy_(layer[blocks[-1]])
+                self.spoilt.extend(blocks)
+            return found
 
         worker.finished = finished
-
-
-def main() -> None:
-    # vLLM writes to stdout as it likes: answers get a descriptor of their own.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    options = json.loads(sys.argv[1])
-    began = time.monotonic()
-    engine = Engine(options["model"], options["connector"])
-    print(json.dumps({"ready": time.monotonic() - began}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = {"value": getattr(engine, command.pop("op"))(**command)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-    if engine.connected:
-        engine.connector.shutdown()
-    os._exit(0)  # what vLLM tidies up at exit is of no interest here, and takes its time
-
-
-if __name__ == "__main__":
-    main()

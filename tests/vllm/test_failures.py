@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm_rig import LENGTHS, PROMPTS, EngineProcess
+from conftest import Expected
+from vllm_rig import LENGTHS, PROMPTS, EngineProcess, step_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -14,7 +15,7 @@ SECONDS = 60.0
 """Connect, queue and drain time-outs of the rig together, and room for a loaded machine."""
 
 
-def test_killed_producer(engine: Get, expected: dict[str, list[int]]) -> None:
+def test_killed_producer(engine: Get, expected: Expected) -> None:
     """kill -9 after the offer: one engine recomputes with equal tokens, the other says error.
 
     Nothing stays under way on either; the producer that is started anew serves both again.
@@ -49,6 +50,41 @@ def test_killed_producer(engine: Get, expected: dict[str, list[int]]) -> None:
     assert output["tokens"] == expected[f"plain{LENGTHS[0]}"]
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_killed_in_the_middle_of_a_transfer(
+    engine: Get, expected: Expected, recompute: bool
+) -> None:
+    """kill -9 while a read is in the engine's hands: nothing is told to vLLM before it is known
+    that no byte lands any more; then equal tokens, or an error, as the policy says."""
+    prefill, strict = engine("prefill"), engine("strict")
+    prompt = PROMPTS["hung100"]
+    free = strict.settle()["free"]
+    (params,) = prefill.prefill([prompt])
+    strict.call("recompute", on=recompute)
+    strict.call("inject", hold=1)
+    try:
+        request = strict.call("add", prompt=prompt, kv=params)
+        step_until(strict, lambda: strict.call("injected")["held"])
+        prefill.kill()
+        step_until(strict, lambda: strict.call("state")["tables"]["draining"])
+        state = strict.call("state")
+        assert state["waiting"] + state["running"] == 1, "vLLM has been told nothing"
+        assert state["free"] == free - 4
+        strict.call("release")
+        (output,) = strict.call("finish", ids=[request])
+    finally:
+        strict.call("inject")
+        strict.call("release")
+        strict.call("recompute", on=False)
+    if recompute:
+        assert output["tokens"] == expected["hung100"]
+    else:
+        assert output["finish"] == "error"
+    state = strict.settle(free, ignored=("unconfirmed",))
+    assert state["free"] == free
+    assert not any(size for name, size in state["tables"].items() if name != "unconfirmed")
+
+
 def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:
     """A stopped producer and an abort: the blocks come back, and nothing waits for the producer.
 
@@ -62,7 +98,7 @@ def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:
     try:
         decode.call("add", request_id="9003", prompt=prompt, kv=params)
         begun = decode.settle(seconds=0.0)
-        assert begun["tables"]["scheduler pulls"] == 1
+        assert begun["tables"]["scheduler loads"] == 1
         assert begun["free"] == free_here - 4
         decode.call("abort", request_id="9003")
         state = decode.settle(free_here, ignored=("unconfirmed",))

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm_rig import BLOCK_NBYTES, BLOCK_TOKENS, LENGTHS, PROMPTS, EngineProcess, blocks_of
+from conftest import Expected
+from vllm_rig import (
+    BLOCK_NBYTES,
+    BLOCK_TOKENS,
+    CROWD,
+    CROWD_TOKENS,
+    LENGTHS,
+    PROMPTS,
+    SAMPLES,
+    EngineProcess,
+    blocks_of,
+    step_until,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
 Get = Callable[[str], EngineProcess]
-Tokens = dict[str, list[int]]
 
 
 def pulled(engine: EngineProcess) -> int:
@@ -18,7 +29,7 @@ def pulled(engine: EngineProcess) -> int:
     return int(engine.call("state")["counters"].get("pull.bytes", 0))
 
 
-def test_tokens_equal_a_single_engines(engine: Get, expected: Tokens) -> None:
+def test_tokens_equal_a_single_engines(engine: Get, expected: Expected) -> None:
     """Prefill here, decode there: equal tokens, exactly the planned bytes, and every block back."""
     prefill, decode = engine("prefill"), engine("decode")
     names = [f"plain{n}" for n in LENGTHS]
@@ -44,24 +55,29 @@ def test_tokens_equal_a_single_engines(engine: Get, expected: Tokens) -> None:
     assert not any(at_decode["tables"].values()), at_decode["tables"]
 
 
-def test_zeroed_bytes_change_the_tokens(engine: Get, expected: Tokens) -> None:
-    """Negative control: the tokens come from the pulled bytes, not from a silent recompute."""
+@pytest.mark.parametrize(("how", "family"), [("zero", "spoilt"), ("block", "wrong")])
+def test_spoilt_bytes_change_the_tokens(
+    engine: Get, expected: Expected, how: str, family: str
+) -> None:
+    """Negative controls: zeroed bytes, and one block in another's place, with distinct prompts in
+    flight. The tokens come from the pulled bytes, each from its own, not from a recompute."""
     prefill, decode = engine("prefill"), engine("decode")
-    names = [f"spoilt{n}" for n in LENGTHS]
+    names = [name for name in PROMPTS if name.startswith(family)]
     prompts = [PROMPTS[name] for name in names]
+    assert len(prompts) > 1
     params = prefill.prefill(prompts)
-    decode.call("spoil", on=True)
+    decode.call("spoil", how=how)
     try:
         outputs = decode.generate(prompts, kv=params)
     finally:
-        decode.call("spoil", on=False)
+        decode.call("spoil", how="")
     for name, output in zip(names, outputs, strict=True):
         assert output["finish"] == "length"
         assert output["tokens"] != expected[name], name
-    prefill.settle()
+    assert not any(prefill.settle()["tables"].values())
 
 
-def test_a_local_prefix_hit_pulls_the_tail_only(engine: Get, expected: Tokens) -> None:
+def test_a_local_prefix_hit_pulls_the_tail_only(engine: Get, expected: Expected) -> None:
     """Two prompts that share two blocks: of the second, decode reads only what it has not."""
     prefill, decode = engine("prefill"), engine("decode")
     for name, missing in (("first", 4), ("second", 2)):
@@ -72,6 +88,140 @@ def test_a_local_prefix_hit_pulls_the_tail_only(engine: Get, expected: Tokens) -
         assert pulled(decode) - before == missing * BLOCK_NBYTES, name
     assert blocks_of(len(PROMPTS["second"])) - missing == 64 // BLOCK_TOKENS
     assert not any(prefill.settle()["tables"].values())
+
+
+def test_n_samples_pull_their_prompt_once(engine: Get, expected: Expected) -> None:
+    """n = 3: one sample pulls, the others take its blocks from the prefix cache."""
+    prefill, decode = engine("prefill"), engine("decode")
+    prompt = PROMPTS["samples100"]
+    before = pulled(decode)
+    params = prefill.prefill([prompt])
+    (output,) = decode.generate([prompt], kv=params, **SAMPLES)
+    assert output["samples"] == expected.samples
+    assert len({tuple(sample) for sample in expected.samples}) == 3, "they would not tell"
+    assert pulled(decode) - before == blocks_of(100) * BLOCK_NBYTES
+    for side in (prefill, decode):
+        assert not any(side.settle()["tables"].values())
+
+
+def test_preempted_requests_are_computed_again(engine: Get, expected: Expected) -> None:
+    """More than fits: decode preempts what it has pulled, and computes it by itself later."""
+    prefill, decode = engine("prefill"), engine("decode")
+    free = prefill.settle()["free"], decode.settle()["free"]
+    before = decode.call("state")["preemptions"]
+    half = len(CROWD) // 2
+    params = [*prefill.prefill(CROWD[:half])]
+    ids = [
+        decode.call("add", prompt=prompt, kv=kv, max_tokens=CROWD_TOKENS)
+        for prompt, kv in zip(CROWD[:half], params, strict=True)
+    ]
+    decode.call("step")  # the pulls begin
+    prefill.settle(free[0])
+    params = prefill.prefill(CROWD[half:])
+    ids += [
+        decode.call("add", prompt=prompt, kv=kv, max_tokens=CROWD_TOKENS)
+        for prompt, kv in zip(CROWD[half:], params, strict=True)
+    ]
+    outputs = decode.call("finish", ids=ids)
+    assert [output["tokens"] for output in outputs] == expected.crowd
+    assert decode.call("state")["preemptions"] > before
+    for side, blocks in zip((prefill, decode), free, strict=True):
+        state = side.settle(blocks)
+        assert state["free"] == blocks
+        assert not any(state["tables"].values()), state["tables"]
+
+
+def test_a_hold_is_renewed_while_decode_is_busy(engine: Get, expected: Expected) -> None:
+    """What waits in decode's queue for two leases can still be pulled after them."""
+    prefill, strict = engine("prefill"), engine("strict")
+    prompt = PROMPTS["leased100"]
+    lease, margin = 5.0, 0.5
+    prefill.call("lease", seconds=lease)
+    try:
+        strict.call("occupy", seqs=0)
+        (params,) = prefill.prefill([prompt])
+        before = pulled(strict)
+        request = strict.call("add", prompt=prompt, kv=params)
+        strict.call("pace", seconds=2 * (lease + margin), pause=0.02)
+        waiting = strict.call("state")
+        assert waiting["waiting"] == 1
+        assert waiting["counters"]["renewals.granted"] >= 3
+        assert prefill.settle(seconds=0.0)["tables"]["holds"] == 1
+    finally:
+        prefill.call("lease", seconds=30.0)
+        strict.call("occupy", seqs=32)
+    (output,) = strict.call("finish", ids=[request])
+    assert output["tokens"] == expected["leased100"]
+    assert pulled(strict) - before == blocks_of(100) * BLOCK_NBYTES
+    assert not any(prefill.settle()["tables"].values())
+
+
+def test_aborts_after_the_load_and_after_the_prefill(engine: Get) -> None:
+    """Aborted while it decodes: the blocks are free. Aborted at prefill once it is held: nothing
+    happens, decode has the offer and may read."""
+    prefill, decode = engine("prefill"), engine("decode")
+    free = prefill.settle()["free"], decode.settle()["free"]
+    prompt = PROMPTS["plain200"]
+    request = prefill.call("add", prompt=prompt, kv={"do_remote_decode": True}, max_tokens=1)
+    (output,) = prefill.call("finish", ids=[request])
+    step_until(prefill, lambda: prefill.call("state")["tables"]["holds"])
+    prefill.call("abort", request_id=request)
+    assert prefill.settle(seconds=0.0)["tables"]["holds"] == 1
+    received = decode.call("state")["counters"]["events.received"]
+    request = decode.call("add", prompt=PROMPTS["plain200"], kv=output["kv"], max_tokens=200)
+    step_until(decode, lambda: decode.call("state")["counters"]["events.received"] > received)
+    decode.call("step", count=3)
+    decode.call("abort", request_id=request)
+    for side, blocks in zip((prefill, decode), free, strict=True):
+        state = side.settle(blocks)
+        assert state["free"] == blocks
+        assert not any(state["tables"].values()), state["tables"]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_aborted_at_prefill_before_it_is_done(engine: Get, steps: int) -> None:
+    """In the queue, or between two chunks: nothing is held and nothing offered."""
+    prefill = engine("prefill")
+    free = prefill.settle()["free"]
+    request = prefill.call(
+        "add", prompt=PROMPTS["gone200"], kv={"do_remote_decode": True}, max_tokens=1
+    )
+    prefill.call("step", count=steps)
+    prefill.call("abort", request_id=request)
+    state = prefill.settle(free)
+    assert state["free"] == free
+    assert not any(state["tables"].values()), state["tables"]
+
+
+def test_sleep_and_wake(engine: Get, expected: Expected) -> None:
+    """Caches that were unregistered and restored, on both sides, serve peers of before."""
+    prefill, decode = engine("prefill"), engine("decode")
+    prompt = PROMPTS["slept100"]
+    for side in (prefill, decode):
+        side.settle()
+        before, after = side.call("sleep")
+        assert before == after
+    params = prefill.prefill([prompt])
+    bytes_before = pulled(decode)
+    (output,) = decode.generate([prompt], kv=params)
+    assert output["tokens"] == expected["slept100"]
+    assert pulled(decode) - bytes_before == blocks_of(100) * BLOCK_NBYTES
+    assert not any(prefill.settle()["tables"].values())
+
+
+def test_the_log_line(engine: Get, expected: Expected) -> None:
+    """What vLLM logs of an interval says how many, how much, how long."""
+    prefill, decode = engine("prefill"), engine("decode")
+    decode.call("metrics"), prefill.call("metrics")
+    prompt = PROMPTS["plain64"]
+    (params,) = prefill.prefill([prompt[::-1]])
+    decode.generate([prompt[::-1]], kv=[params])
+    prefill.settle()
+    line = decode.call("metrics")
+    assert line["loads"] == 1
+    assert line["MB loaded"] == round(2 * BLOCK_NBYTES / 1e6, 3)
+    assert 0 < line["median load ms"] == line["slowest load ms"]
+    assert prefill.call("metrics") == {"sent": 1}
 
 
 def test_aborted_before_scheduling_still_declines(engine: Get) -> None:
@@ -90,7 +240,7 @@ def test_aborted_before_scheduling_still_declines(engine: Get) -> None:
     assert pulled(decode) == before
 
 
-def test_params_that_are_no_offer_are_computed_here(engine: Get, expected: Tokens) -> None:
+def test_params_that_are_no_offer_are_computed_here(engine: Get, expected: Expected) -> None:
     """kv_transfer_params come from clients: nonsense in them neither crashes nor confuses."""
     decode = engine("decode")
     bad = {"do_remote_prefill": True, "kvxfer": {"tokens": -1, "offer": {"version": 99}}}
@@ -100,7 +250,7 @@ def test_params_that_are_no_offer_are_computed_here(engine: Get, expected: Token
     assert [o["tokens"] for o in outputs] == [expected["plain37"]] * 2
 
 
-def test_a_foreign_fingerprint_is_a_failed_load(engine: Get, expected: Tokens) -> None:
+def test_a_foreign_fingerprint_is_a_failed_load(engine: Get, expected: Expected) -> None:
     """An offer of another model is refused before a byte moves; the request is recomputed."""
     prefill, decode = engine("prefill"), engine("decode")
     prompt = PROMPTS["foreign100"]
@@ -111,8 +261,5 @@ def test_a_foreign_fingerprint_is_a_failed_load(engine: Get, expected: Tokens) -
     (output,) = decode.generate([prompt], kv=[{**params, "kvxfer": foreign}])
     assert output["tokens"] == expected["foreign100"]
     assert pulled(decode) == before
-    assert not any(decode.settle()["tables"].values())
-    decode.call("add", request_id="9002", prompt=prompt, kv=params)
-    decode.call("abort", request_id="9002")
-    decode.settle()
-    assert not any(prefill.settle()["tables"].values())
+    for side in (prefill, decode):
+        assert not any(side.settle()["tables"].values())

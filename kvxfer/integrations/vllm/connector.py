@@ -161,6 +161,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(meta, Reports):
             self.scheduler.apply(meta.reports)
 
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.busy
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

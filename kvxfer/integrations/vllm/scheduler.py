@@ -104,7 +104,7 @@ class SchedulerHalf:
             if params.get("do_remote_prefill"):
                 source = push or Remote.from_params(params)
                 self._waiting[request.request_id] = source
-                if isinstance(source, Remote):
+                if isinstance(source, Remote) and not self._taken(source):
                     self.agent.keep(source.offer)
             elif push is not None and self._produces and params.get("do_remote_decode"):
                 self._prefills[request.request_id] = _Prefill(request, push)
@@ -194,6 +194,11 @@ class SchedulerHalf:
             self.agent.abort(transfer_id)
         self._holds[transfer_id] = prefill.request.request_id
         return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether workers still have something to say: vLLM has to go on stepping to hear it."""
+        return len(self.agent) > len(self.agent.quarantine)
 
     # ---- each step -----------------------------------------------------------------------------
 
