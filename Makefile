@@ -7,7 +7,7 @@ JOBS ?= 2
 .PHONY: help demo test test-all test-engines test-mori e2e-vllm test-net soak soak-mori lint docs clean
 
 help: ## say what can be made
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 	@echo '  make lane-NAME    run one lane:'
 	$(LANES) list
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Expected
-from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, blocks_of
+from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, blocks_of, step_until
 
 from kvxfer.integrations.vllm.params import Push
 
@@ -100,7 +100,7 @@ def test_aborted_between_two_chunks(engine: Get, expected: Expected) -> None:
     decode.call("step")
     request = prefill.call("add", prompt=prompt, kv=push.for_prefill(), max_tokens=1)
     prefill.call("step")
-    assert prefill.call("state")["tables"]["pushes"] == 1
+    step_until(prefill, lambda: prefill.call("state")["tables"]["pushes"] == 1, step=False)
     prefill.call("abort", request_id=request)
     assert prefill.settle(free)["free"] == free
     (output,) = decode.call("finish", ids=[waiting])

@@ -259,7 +259,8 @@ class ServerProcess(Forked):
         words = ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init"]
         words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
         words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "512"]
-        words += ["--num-gpu-blocks-override", "64", "--kv-transfer-config", json.dumps(config)]
+        words += ["--num-gpu-blocks-override", "64", "--distributed-executor-backend", "uni"]
+        words += ["--kv-transfer-config", json.dumps(config)]
         super().__init__(nursery, {}, server=words)
         self.meet()
 
@@ -354,9 +355,10 @@ class EngineProcess(Forked):
         os.kill(self.pid, signal.SIGCONT)
 
 
-def step_until(engine: EngineProcess, there: Callable[[], object]) -> None:
-    """Step until it is so."""
+def step_until(engine: EngineProcess, there: Callable[[], object], *, step: bool = True) -> None:
+    """Step until it is so; or, without ``step``, wait until it is."""
     end = time.monotonic() + ANSWER_SECONDS
     while not there():
         assert time.monotonic() < end, engine.call("state")
-        engine.call("step")
+        if step:
+            engine.call("step")

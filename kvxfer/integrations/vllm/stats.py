@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -125,29 +124,31 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def made(kind: Any, name: str, about: str, **more: Any) -> Any:
-            metric = metric_types[kind](
+        kinds = {kind.__name__: metric for kind, metric in metric_types.items()}
+
+        def made(kind: str, name: str, about: str, **more: Any) -> Any:
+            metric = kinds[kind](
                 name=f"vllm:kvxfer_{name}", documentation=about, labelnames=labelnames, **more
             )
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
         self._observed = {
             "seconds": made(
-                Histogram,
+                "Histogram",
                 "load_seconds",
                 "Seconds from the scheduler's order to the last byte of a load, per rank.",
                 buckets=_SECONDS,
             ),
             "nbytes": made(
-                Histogram, "load_bytes", "Bytes of one load, per rank.", buckets=_NBYTES
+                "Histogram", "load_bytes", "Bytes of one load, per rank.", buckets=_NBYTES
             ),
         }
         self._counters = {
-            key: made(Counter, key, f"Number of {about}, per rank.")
+            key: made("Counter", key, f"Number of {about}, per rank.")
             for key, about in _COUNTS.items()
         }
         self._undrained = made(
-            Gauge,
+            "Gauge",
             "quarantined_now",
             "Loads whose blocks are out of use now: above 0 the engine is unhealthy.",
         )
