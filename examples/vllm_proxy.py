@@ -86,7 +86,11 @@ class Proxy:
         """What a decode server answers, passed on as it comes."""
         url = next(self._decode) + request.path
         assert self._session is not None
-        async with self._session.post(url, json=body, headers=headers) as answer:
+        try:
+            answer = await self._session.post(url, json=body, headers=headers)
+        except aiohttp.ClientError as error:
+            return web.json_response({"error": {"message": f"{url}: {error}"}}, status=502)
+        async with answer:
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type
             await response.prepare(request)

@@ -10,7 +10,8 @@ import pytest
 
 from kvxfer.errors import ConfigError, InvalidInputError
 from kvxfer.integrations.vllm import ConnectorConfig
-from kvxfer.integrations.vllm.params import Remote
+from kvxfer.integrations.vllm.params import Push, Remote
+from kvxfer.integrations.vllm.router_ids import params_of_request_id
 
 
 def test_an_unknown_key_is_refused_with_a_hint() -> None:
@@ -32,6 +33,11 @@ def test_an_unknown_key_is_refused_with_a_hint() -> None:
         ({"admit_readers": True, "backend": "nixl"}, "admit_readers is for"),
         ({"bind_host": "0.0.0.0"}, "advertise_host"),
         ({"model": 3}, "model must be"),
+        ({"write": 1}, "write must be"),
+        ({"accept_timeout": 0}, "accept_timeout must be"),
+        ({"share_caches": True, "backend": "nixl"}, "share_caches is for"),
+        ({"peers_from_request_ids": True}, "peers_from_request_ids must be"),
+        ({"peers_from_request_ids": -1}, "peers_from_request_ids must be"),
     ],
 )
 def test_a_wrong_value_names_its_key(extra: dict[str, Any], said: str) -> None:
@@ -66,6 +72,48 @@ def test_params_from_anywhere(params: dict[str, Any], said: str) -> None:
     """What a client or router sends is refused by name, never trusted."""
     with pytest.raises(InvalidInputError, match=said):
         Remote.from_params(params)
+
+
+@pytest.mark.parametrize(
+    ("push", "said"),
+    [
+        ([], "push must be"),
+        ({}, "transfer_id must be"),
+        ({"transfer_id": "x" * 300, "to": ["tcp://a:1"]}, "transfer_id must be"),
+        ({"transfer_id": "x", "to": "tcp://a:1"}, "to must be"),
+        ({"transfer_id": "x", "to": [7]}, "address must be"),
+        ({"transfer_id": "x", "to": []}, "names no address"),
+    ],
+)
+def test_pushes_from_anywhere(push: Any, said: str) -> None:
+    """What a router sends to prefill is refused by name."""
+    with pytest.raises(InvalidInputError, match=said):
+        Push.from_params({"do_remote_decode": True, "kvxfer": {"push": push}})
+
+
+def test_pushes_come_back_as_they_were() -> None:
+    """Both sides understand what the router's half makes; offers are no pushes."""
+    push = Push.to_addresses("abc", ["tcp://a:1", "tcp://a:2"])
+    assert Push.from_params(push.for_prefill()) == push
+    assert Push.from_params(push.for_decode()) == Push("abc")
+    assert Push.from_params({"kvxfer": {"tokens": 1, "offer": {}}}) is None
+    assert Push.from_params({}) is None
+
+
+def test_peers_in_request_ids() -> None:
+    """A router's id names both peers, whatever vLLM puts around it; other ids name nobody."""
+    unique = "0123456789abcdef0123456789abcdef"
+    core = f"___prefill_addr_10.0.0.1:41000___decode_addr_10.0.0.2:42000_{unique}"
+    for request_id in (core, f"cmpl-{core}-0", f"cmpl-{core}-0-8fc7b66a"):
+        params = params_of_request_id(request_id, produces=True, ranks=2)
+        assert params is not None
+        push = Push.from_params(params)
+        assert push == Push.to_addresses(unique, ["tcp://10.0.0.2:42000", "tcp://10.0.0.2:42001"])
+        params = params_of_request_id(request_id, produces=False)
+        assert params is not None
+        assert Push.from_params(params) == Push(unique)
+    for request_id in ("cmpl-1", core.replace("42000", "x"), core.replace("42000", "65536"), ""):
+        assert params_of_request_id(request_id, produces=True) is None
 
 
 def test_settings_need_no_engine() -> None:

@@ -112,6 +112,8 @@ PROMPTS |= {
 PROMPTS |= {
     f"nixl_{how}{n}": prompt(n, 50 + len(how)) for how in ("", "zero", "block") for n in LENGTHS
 }
+PROMPTS |= {"http_plain100": prompt(100, 60), "http_stream200": prompt(200, 60)}
+PROMPTS |= {"http_alone64": prompt(64, 61)}
 """Every test has its own, so that no prefix is cached by accident."""
 CROWD = [prompt(100, seed) for seed in range(100, 116)]
 """So many that they do not fit into the blocks of an engine once they grow."""

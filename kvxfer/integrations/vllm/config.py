@@ -22,7 +22,8 @@ __all__ = ["ConnectorConfig"]
 
 def _is(kind: type) -> Any:
     def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, kind) or value == "":
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not right or value == "" or (kind is int and value < 0):
             raise ConfigError(
                 f"kv_connector_extra_config: {attribute.name} must be a {kind.__name__}, "
                 f"not {value!r}"
@@ -77,6 +78,10 @@ class ConnectorConfig:
 
     write: bool = attrs.field(default=False, validator=_is(bool))
     """Take part in WRITE: prefill pushes layer by layer, decode lets its KV caches be written."""
+
+    peers_from_request_ids: int = attrs.field(default=0, validator=_is(int))
+    """WRITE for routers that name both peers in the request id (see ``router_ids``): the number of
+    decode's ranks. 0: peers come from ``kv_transfer_params`` only."""
 
     share_caches: bool = attrs.field(default=False, validator=_is(bool))
     """``shm`` only: move the KV caches, which lie in heap memory on CPU, into memory that peers

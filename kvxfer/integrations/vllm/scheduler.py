@@ -29,6 +29,7 @@ from kvxfer.errors import InvalidInputError, KvxferError
 from kvxfer.integrations.vllm.config import ConnectorConfig
 from kvxfer.integrations.vllm.messages import Chunk, Load, Step
 from kvxfer.integrations.vllm.params import Push, Remote
+from kvxfer.integrations.vllm.router_ids import params_of_request_id
 
 __all__ = ["SchedulerHalf"]
 
@@ -98,6 +99,11 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """``request`` is in the queue. While it waits, its hold is renewed."""
+        ranks = self._config.peers_from_request_ids
+        if ranks and not request.kv_transfer_params:
+            request.kv_transfer_params = params_of_request_id(
+                request.request_id, produces=self._produces, ranks=ranks
+            )
         params = request.kv_transfer_params or {}
         try:
             push = self._push_of(params)
