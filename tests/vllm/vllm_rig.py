@@ -33,8 +33,8 @@ START_SECONDS = 400.0
 ANSWER_SECONDS = 200.0
 
 
-def make_model(folder: Path) -> Path:
-    """Write a random Llama of a fixed seed; no tokenizer is needed."""
+def make_model(folder: Path, **more: Any) -> Path:
+    """Write a random Llama of a fixed seed; no tokenizer is needed. ``more`` is configuration."""
     rng = np.random.default_rng(7)
 
     def random(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -79,6 +79,7 @@ def make_model(folder: Path) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "torch_dtype": "float32",
+        **more,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

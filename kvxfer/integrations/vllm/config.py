@@ -23,7 +23,7 @@ __all__ = ["ConnectorConfig"]
 def _is(kind: type) -> Any:
     def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not right or value == "" or (kind is int and value < 0):
+        if not right or value == "" or (isinstance(value, int) and value < 0):
             raise ConfigError(
                 f"kv_connector_extra_config: {attribute.name} must be a {kind.__name__}, "
                 f"not {value!r}"
