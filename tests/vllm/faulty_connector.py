@@ -27,7 +27,7 @@ class FaultyConnector(KvxferConnector):
     """Behaves well until ``inject``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        transport, channel = ConnectorConfig.transport, agent_module._channel
+        transport, channel = ConnectorConfig.transport, agent_module.make_channel
         self.transports: list[FaultyTransport] = []
         self.channels: list[LossyChannel] = []
 
@@ -42,7 +42,7 @@ class FaultyConnector(KvxferConnector):
 
         with (
             mock.patch.object(ConnectorConfig, "transport", faulty),
-            mock.patch.object(agent_module, "_channel", lossy),
+            mock.patch.object(agent_module, "make_channel", lossy),
         ):
             super().__init__(vllm_config, role, kv_cache_config)
 

@@ -135,7 +135,7 @@ def test_a_hold_is_renewed_while_decode_is_busy(engine: Get, expected: Expected)
     """What waits in decode's queue for two leases can still be pulled after them."""
     prefill, strict = engine("prefill"), engine("strict")
     prompt = PROMPTS["leased100"]
-    lease, margin = 5.0, 0.5
+    lease, margin = 8.0, 0.5
     prefill.call("lease", seconds=lease)
     try:
         strict.call("occupy", seqs=0)

@@ -242,9 +242,12 @@ class Forked:
         with contextlib.suppress(ConnectionError), self._wire.makefile("r") as lines:
             for line in lines:
                 self._answers.put(line)
+        self._ended = True
         self._answers.put("")
 
     def _answer(self, seconds: float) -> Any:
+        if self._ended and self._answers.empty():
+            raise AssertionError(f"the engine has ended\n{self.tail()}")
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
