@@ -41,8 +41,6 @@ class Kind:
 
 FAULTY = {"name": "FaultyConnector", "module": "faulty_connector"}
 MANY = {"num_gpu_blocks_override": 256, "max_num_seqs": 32}
-TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
 NIXL = {"UCX_MODULES": "^ib", "UCX_TLS": "tcp"}
 ENGINES = {
@@ -55,12 +53,6 @@ ENGINES = {
     "decode": Kind(connector("kv_consumer", policy="recompute", write=True, share_caches=True)),
     "strict": Kind(connector("kv_consumer", policy="fail", drain_timeout=1.0, **FAULTY), MANY),
     "crowded": Kind(connector("kv_producer", **FAULTY), MANY),
-    "prefill_tp2": Kind(connector("kv_producer", write=True), TWO_RANKS, FORKED),
-    "decode_tp2": Kind(
-        connector("kv_consumer", policy="recompute", write=True, share_caches=True),
-        TWO_RANKS,
-        FORKED,
-    ),
     "prefill_nixl": Kind(connector("kv_producer", backend="nixl"), environment=NIXL),
     "decode_nixl": Kind(
         connector("kv_consumer", policy="recompute", backend="nixl"), environment=NIXL

@@ -105,12 +105,6 @@ PROMPTS["push_second"] = PROMPTS["push_first"][:64] + prompt(70, 15)
 PROMPTS |= {"slept100": prompt(100, 16), "leased100": prompt(100, 17), "gone200": prompt(200, 18)}
 PROMPTS |= {"samples100": prompt(100, 19), "push_dead100": prompt(100, 20)}
 PROMPTS |= {
-    f"{how}ranks{ranks}_{n}": prompt(n, 30 + ranks + 2 * len(how))
-    for how in ("", "push_")
-    for ranks in (1, 2)
-    for n in (64, 200)
-}
-PROMPTS |= {
     f"nixl_{how}{n}": prompt(n, 50 + len(how)) for how in ("", "zero", "block") for n in LENGTHS
 }
 PROMPTS |= {"http_plain100": prompt(100, 60), "http_stream200": prompt(200, 60)}
