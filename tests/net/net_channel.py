@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.core.control import ControlConfig, ZmqChannel
 
-NOTICED = 3.0
+NOTICED = 8.0
 """Seconds without an answer after which a connection counts as lost."""
 PAUSE = 0.05
 """Seconds between two numbers."""
@@ -29,7 +29,7 @@ def main() -> None:
     config = ControlConfig(
         bind_host=told["host"],
         insecure=True,  # nobody else is on this network
-        heartbeat_interval=1.0,
+        heartbeat_interval=2.0,
         heartbeat_timeout=NOTICED,
         connect_timeout=2.0,
         reconnect_max=0.5,
@@ -37,7 +37,7 @@ def main() -> None:
     with ZmqChannel(config) as channel:
         say(op="address", address=channel.address)
         route = channel.dial(told["dial"]) if told["dial"] else None
-        number, due, slowest = 0, time.monotonic(), 0.0
+        number, due, slowest, accepted = 0, time.monotonic(), 0.0, -1
         while os.getppid() == parent:
             now = time.monotonic()
             if route is not None and now >= due:
@@ -54,6 +54,10 @@ def main() -> None:
                     say(op="back", number=int(message.data), connections=connections)
             for _ in channel.lost_routes():
                 say(op="lost")
+            counters = channel.counters
+            ended = counters["inbound_closed"] + counters["inbound_handshakes_failed"]
+            if accepted != (accepted := counters["inbound_accepted"] - ended):
+                say(op="accepted", connections=accepted)
 
 
 if __name__ == "__main__":

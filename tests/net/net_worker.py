@@ -25,7 +25,7 @@ TIMEOUTS = Timeouts(connect=6.0, queue=6.0, post=6.0, transfer=10.0, ack=10.0, d
 LEASE, MARGIN = 12.0, 0.5
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + TIMEOUTS.ack + LEASE + MARGIN
 """No transfer may be open for longer, in seconds."""
-NOTICED = 4.0
+NOTICED = 6.0
 """Seconds within which a connection that is dead counts as lost."""
 
 
