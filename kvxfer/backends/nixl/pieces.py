@@ -79,7 +79,11 @@ class Grid:
 
     def holds(self, offset: Int64Array) -> bool:
         """Whether every offset lies on the grid."""
-        return self.step == 1 or not bool((offset % self.step).any())
+        if self.step == 1:
+            return True
+        if _shift(self.step) is not None:  # a power of two: no division
+            return not int(np.bitwise_or.reduce(offset)) & (self.step - 1)
+        return not bool((offset % self.step).any())
 
     def rows(self, side: Side) -> UInt64Array:
         """The prepared list: address, length, device, stride, count."""
@@ -95,6 +99,11 @@ class Grid:
 
     def index(self, pair: Int32Array, offset: Int64Array) -> Int32Array:
         """The index of each piece in the prepared list."""
+        if self.step == self.size:  # whole blocks, as KV caches have them
+            shift = _shift(self.size)
+            block = offset // self.size if shift is None else offset >> shift
+            first = self.first[:, 0]
+            return (block + (first[0] if len(first) == 1 else first[pair])).astype(np.int32)
         block, rest = np.divmod(offset, self.size)
         found: Int64Array = self.first[pair, rest // self.step] + block
         return found.astype(np.int32)
@@ -274,6 +283,11 @@ def unit_of(size: Int64Array) -> int:
     if (size % unit).any() or int((size // unit).sum()) > len(size) + len(size) // _MORE:
         return 0
     return unit
+
+
+def _shift(size: int) -> int | None:
+    """By how many bits to shift in place of a division by ``size``; None: it is no power of two."""
+    return None if size & (size - 1) else size.bit_length() - 1
 
 
 def _counts(side: Side, size: int, step: int) -> Int64Array:
