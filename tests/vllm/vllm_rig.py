@@ -217,6 +217,7 @@ class Forked:
         """Ends it, and whatever it has started."""
         if self._wire is None:
             self._listener.close()  # it finds nobody there, and ends
+            os.unlink(self._socket)
             return
         if not self._ended:
             self._wire.shutdown(socket.SHUT_WR)
