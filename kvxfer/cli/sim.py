@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -26,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfers", type=int, default=200, help="requests per seed")
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=20.0, help="requests per simulated second")
+    parser.add_argument(
+        "--peers",
+        metavar="N or N-M",
+        help="processes in all, instead of --producers and --consumers: each seed another number",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=4.0, help="requests per process and simulated second"
+    )
     parser.add_argument(
         "--profile",
         default="mixed",
@@ -43,19 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from kvxfer.errors import KvxferError
-    from kvxfer.testing.sim import campaign, coverage_table, merge
+    from kvxfer.testing.sim import campaign, coverage_table, expected_cells, merge
 
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     try:
-        configs = _configs(arguments)
+        configs = {seed: _config(arguments, seed) for seed in seeds}
     except KvxferError as error:
         sys.stderr.write(f"kvxfer sim: {error}\n")
         return 2
     began = time.monotonic()
-    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     reports = []
-    for report in campaign(
-        [(s, configs[s % len(configs)].to_dict()) for s in seeds], processes=arguments.jobs
-    ):
+    jobs = [(seed, config.to_dict()) for seed, config in configs.items()]
+    for report in campaign(jobs, processes=arguments.jobs):
         reports.append(report)
         if not arguments.json:
             sys.stdout.write(
@@ -83,17 +90,19 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if arguments.table:
             sys.stdout.write(coverage_table(faults) + "\n")
+            rare = [f"{f} in {p} {n}" for f, p in expected_cells() if (n := faults[f, p]) < 100]
+            sys.stdout.write(f"hit fewer than 100 times: {', '.join(rare) or 'nothing'}\n")
     if told["violations"] and arguments.shrink:
         seed = min(seed for seed, _ in told["violations"])
-        _shrink(seed, configs[seed % len(configs)])
+        _shrink(seed, configs[seed])
     return 1 if told["violations"] else 0
 
 
-def _configs(arguments: argparse.Namespace) -> list[SimConfig]:
-    """The configurations that the seeds take turns in.
+def _config(arguments: argparse.Namespace, seed: int) -> SimConfig:
+    """The world of one seed.
 
     Raises:
-        ConfigError: there is no such profile.
+        ConfigError: there is no such profile, or ``--peers`` is no number of processes.
     """
     import attrs
 
@@ -101,21 +110,40 @@ def _configs(arguments: argparse.Namespace) -> list[SimConfig]:
     from kvxfer.testing.sim import PROFILES
 
     names = list(PROFILES) if arguments.profile == "all" else [arguments.profile]
-    if arguments.profile != "all" and arguments.profile not in PROFILES:
+    name = names[seed % len(names)]
+    if name not in PROFILES:
         raise ConfigError(
-            f"there is no profile {arguments.profile!r}",
-            next_step=f"use all, {', '.join(PROFILES)}",
+            f"there is no profile {name!r}", next_step=f"use all, {', '.join(PROFILES)}"
         )
-    return [
-        attrs.evolve(
-            PROFILES[name],
-            producers=arguments.producers,
-            consumers=arguments.consumers,
-            transfers=arguments.transfers,
-            rate=arguments.rate,
-        ).harsher(arguments.harsh)
-        for name in names
-    ]
+    producers, consumers = arguments.producers, arguments.consumers
+    if arguments.peers is not None:
+        peers = _peers(arguments.peers, seed)
+        producers = peers // 2
+        consumers = peers - producers
+    return attrs.evolve(
+        PROFILES[name],
+        producers=producers,
+        consumers=consumers,
+        transfers=arguments.transfers,
+        rate=arguments.rate * (producers + consumers),
+    ).harsher(arguments.harsh)
+
+
+def _peers(text: str, seed: int) -> int:
+    """How many processes there are with that seed."""
+    from kvxfer.errors import ConfigError
+
+    least, _, most = text.partition("-")
+    try:
+        low, high = int(least), int(most or least)
+    except ValueError:
+        low = high = 0
+    if not 2 <= low <= high:
+        raise ConfigError(
+            f"--peers is {text!r}", next_step="give a number from 2 on, or two such as 2-20"
+        )
+    # Not in step with the profiles, which take turns as well.
+    return low + random.Random(seed).randrange(high - low + 1)  # noqa: S311 - no secret
 
 
 def _shrink(seed: int, config: SimConfig) -> None:

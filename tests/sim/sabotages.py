@@ -9,6 +9,7 @@ import attrs
 
 _MIXED = ("--seeds", "40", "--transfers", "100", "--harsh", "2")
 _LEASES = (*_MIXED, "--profile", "leases")
+_NETWORK = (*_MIXED, "--profile", "network")
 _FENCES = (*_MIXED, "--profile", "fences")
 
 
@@ -179,6 +180,35 @@ SABOTAGES = (
         old="        return all(writer.drained for writer in self._writers.values())",
         new="        return True",
         options=_FENCES,
+    ),
+    Sabotage(
+        name="grant-from-before-the-fence",
+        promise="3: what was granted over a connection that was fenced is void",
+        file="agent/push.py",
+        old="                    message.session != _session(target.link)",
+        new="                    message.session < 0",
+        options=_NETWORK,
+    ),
+    Sabotage(
+        name="push-without-deadline",
+        promise="4: every transfer ends by its deadline",
+        file="agent/push.py",
+        old="        elif now >= self._deadline:\n            self.fail(self._timeout(",
+        new="        elif now < 0:\n            self.fail(self._timeout(",
+    ),
+    Sabotage(
+        name="answers-are-waited-for-for-ever",
+        promise="4: every transfer ends by its deadline, even if every message is lost",
+        file="agent/push.py",
+        old="            if now >= self._answers_by:",
+        new="            if now < 0:",
+    ),
+    Sabotage(
+        name="early-messages-are-kept",
+        promise="8: every table is bounded in time",
+        file="agent/sweeper.py",
+        old="        for table in self._tables:\n            table.expire(now)",
+        new="        for table in self._tables:\n            table.next_at()",
     ),
     Sabotage(
         name="accept-without-deadline",

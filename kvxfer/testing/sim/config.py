@@ -69,7 +69,7 @@ def _posts() -> dict[PostFault, float]:
         PostFault.FAILED_DRAINED: 0.02,
         PostFault.LATE: 0.01,
         PostFault.LATE_REPORT: 0.01,
-        PostFault.NEVER: 0.005,
+        PostFault.NEVER: 0.01,
         PostFault.DUPLICATE: 0.03,
     }
 
@@ -132,7 +132,7 @@ class SimConfig:
     """A READ asks for its layers one after the other; sometimes the last ones never come."""
     retry_elsewhere: float = attrs.field(default=0.3, validator=_chance)
     fence_impossible: float = attrs.field(default=0.1, validator=_chance)
-    aim: float = attrs.field(default=0.05, validator=_chance)
+    aim: float = attrs.field(default=0.1, validator=_chance)
     """Per request: a fault of a process waits for the transfer to be in one certain phase."""
     max_violations: int = attrs.field(default=1, validator=v.ge(1))
     """The run ends with that many."""

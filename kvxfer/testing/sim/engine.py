@@ -21,11 +21,14 @@ from kvxfer.errors import BackpressureError, PeerLostError, StaleError
 from kvxfer.testing.clock import FakeClock
 from kvxfer.testing.sim.config import PostFault, SimConfig
 from kvxfer.testing.sim.memory import CELL, BlockMemory
+from kvxfer.testing.sim.phases import is_again
 
 __all__ = ["Fabric", "SimTransport"]
 
 _LATENCY = 0.003
 """Mean seconds of one leg of a post."""
+_AGAIN = 3.0
+"""So many times as likely are the faults of a post that is a second try."""
 _RETRY = 0.5
 """Seconds after which a queue pair gives up on a peer that does not answer."""
 
@@ -61,8 +64,11 @@ class Fabric:
         self.on_post: Callable[[SimTransport], None] = lambda transport: None
         self._faults = tuple(config.posts.items())
 
-    def draw(self) -> PostFault | None:
+    def draw(self, *, again: bool) -> PostFault | None:
+        """A fault for one post; posts of what has failed before are few, and fare worse."""
         x = self.rng.random()
+        if again:
+            x /= _AGAIN
         for fault, chance in self._faults:
             x -= chance
             if x < 0:
@@ -251,7 +257,7 @@ class SimTransport(Transport):
     def _post(self, attempt: Attempt) -> None:
         fabric = self._fabric
         remote = _remote(attempt.path.peer)
-        fault = fabric.draw()
+        fault = fabric.draw(again=is_again(attempt))
         if fault is not None:
             fabric.on_fault(fault, attempt)
         if fault is PostFault.REFUSED:

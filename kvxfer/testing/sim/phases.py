@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from kvxfer.agent import Agent
 
 __all__ = [
+    "DRAINING",
     "MESSAGES",
     "PHASES_OF",
     "POSTS",
-    "READ_PHASES",
+    "READ_AIMS",
     "TRANSFERS",
-    "WRITE_PHASES",
+    "WRITE_AIMS",
+    "is_again",
     "message_phase",
     "post_phase",
     "transfer_phase",
@@ -41,8 +43,24 @@ TRANSFERS = (
 )
 """Phases of a transfer on one side."""
 
-READ_PHASES = tuple(p for p in TRANSFERS if p.startswith(("hold", "pull")))
-WRITE_PHASES = tuple(p for p in TRANSFERS if p.startswith(("accept", "push")))
+_RARE = {"pull asking": 2, "pull granted": 6, "pull moving": 4, "push moving": 2, "push sealing": 4}
+"""How much more often than at others a fault is aimed at these: they are short."""
+READ_AIMS, WRITE_AIMS = (
+    tuple(
+        phase
+        for phase in TRANSFERS
+        if phase.startswith(sides) and not phase.endswith("draining")
+        for _ in range(_RARE.get(phase, 1))
+    )
+    for sides in (("hold", "pull"), ("accept", "push"))
+)
+"""Phases that a fault can be aimed at from the beginning, by kind of request."""
+DRAINING = {
+    (Role.CONSUMER, False): "pull draining",
+    (Role.CONSUMER, True): "accept draining",
+    (Role.PRODUCER, True): "push draining",
+}
+"""By side, and whether it is a WRITE."""
 PHASES_OF = {
     Role.PRODUCER: frozenset(p for p in TRANSFERS if p.startswith(("hold", "push"))),
     Role.CONSUMER: frozenset(p for p in TRANSFERS if p.startswith(("pull", "accept"))),
@@ -79,8 +97,12 @@ def message_phase(data: bytes) -> str:
 
 def post_phase(attempt: Attempt) -> str:
     """Whether a post is the first of its pieces."""
-    again = getattr(attempt.tag, "_run", None) is not None
-    return f"{attempt.op.value} {'again' if again else 'first'}"
+    return f"{attempt.op.value} {'again' if is_again(attempt) else 'first'}"
+
+
+def is_again(attempt: Attempt) -> bool:
+    """Whether an earlier post of the same pieces was refused or failed."""
+    return getattr(attempt.tag, "_run", None) is not None
 
 
 def transfer_phase(agent: Agent, role: Role, transfer_id: str) -> str:

@@ -25,7 +25,7 @@ from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, KvxferErr
 from kvxfer.testing.sim.config import NodeFault
 from kvxfer.testing.sim.memory import LAYERS, content
 from kvxfer.testing.sim.node import TIMEOUTS, SimNode
-from kvxfer.testing.sim.phases import PHASES_OF, READ_PHASES, WRITE_PHASES
+from kvxfer.testing.sim.phases import DRAINING, PHASES_OF, READ_AIMS, WRITE_AIMS
 
 if TYPE_CHECKING:
     from kvxfer.testing.sim.world import World
@@ -110,7 +110,14 @@ class Requests:
         if world.rng.random() >= world.config.aim or not world.config.nodes:
             return None
         fault = world.rng.choice(list(world.config.nodes))
-        return fault, world.rng.choice(WRITE_PHASES if request.write else READ_PHASES)
+        return fault, world.rng.choice(WRITE_AIMS if request.write else READ_AIMS)
+
+    def _aim_at_draining(self, node: SimNode, role: Role, name: str) -> None:
+        """Few transfers come so far: a fault strikes more often there."""
+        world, request = self._world, self.by_id[name]
+        if world.config.nodes and world.rng.random() < min(1.0, 8 * world.config.aim):
+            fault = world.rng.choice(list(world.config.nodes))
+            node.aims[role, name] = fault, DRAINING[role, request.write]
 
     def _running(self, nodes: list[SimNode]) -> SimNode | None:
         """One of them that is not stopped: nobody calls into a process that is."""
@@ -414,6 +421,7 @@ class Requests:
         if event.drained:
             self._give_back(node, role, name)
         else:
+            self._aim_at_draining(node, role, name)
             held = node.memory.ids((role, name))
             self._expect(
                 node,

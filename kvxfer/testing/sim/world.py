@@ -10,8 +10,9 @@ import collections
 import contextlib
 import heapq
 import itertools
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvxfer.agent.mapping import ranks_to_wire
@@ -48,6 +49,21 @@ _AFTERMATH = 30.0
 
 class _Enough(Exception):
     """As many violations as were asked for."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines: thousands of faults are meant here.
+
+    And a line looks at its agent's clock, so that a run would be another one with another level.
+    """
+    logger = logging.getLogger("kvxfer")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class World:
@@ -333,7 +349,7 @@ class World:
 
     def run(self) -> SimReport:
         """Until everything that was begun has ended and what follows has settled."""
-        with contextlib.suppress(_Enough):
+        with _quiet(), contextlib.suppress(_Enough):
             self._run()
         self.report.seconds = self.clock.now()
         return self.report
