@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         default="mixed",
-        help="mixed, leases, fences, network, or all: each seed the next one",
+        help="mixed, calm, leases, fences, network, or all: each seed the next one",
     )
     parser.add_argument("--harsh", type=float, default=1.0, help="faults so many times as likely")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

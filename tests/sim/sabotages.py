@@ -8,6 +8,7 @@ from __future__ import annotations
 import attrs
 
 _MIXED = ("--seeds", "40", "--transfers", "100", "--harsh", "2")
+_CALM = (*_MIXED, "--profile", "calm")
 _LEASES = (*_MIXED, "--profile", "leases")
 _NETWORK = (*_MIXED, "--profile", "network")
 _FENCES = (*_MIXED, "--profile", "fences")
@@ -83,6 +84,7 @@ SABOTAGES = (
         file="agent/pull.py",
         old="        self._release(ok=True, now=now)",
         new="        pass",
+        options=_CALM,
     ),
     Sabotage(
         name="renewal-keeps-the-old-timer",
@@ -111,6 +113,7 @@ SABOTAGES = (
         file="core/reliable.py",
         old="            frames.append(entry.frame)\n            self.resent += 1",
         new="            self.resent += 1",
+        options=_CALM,
     ),
     Sabotage(
         name="pins-stay",
@@ -172,6 +175,7 @@ SABOTAGES = (
         file="agent/push.py",
         old="on_confirm=None if speaks_sealed else partial(self._confirmed, target),",
         new="on_confirm=partial(self._confirmed, target),",
+        options=_FENCES,
     ),
     Sabotage(
         name="accept-forgets-its-writers",

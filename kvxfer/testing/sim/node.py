@@ -94,6 +94,7 @@ class SimNode:
         self.scheduled_at = float("inf")
         self.version = 0
         self.polls_at_once = 0
+        self.at_once_since = -1.0
         self.polled_at = -1.0
 
     def __repr__(self) -> str:

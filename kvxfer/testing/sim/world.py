@@ -38,7 +38,8 @@ _BLOCKS = 96
 _TRACE = 40
 """Lines of trace that are kept per transfer."""
 _POLLS_AT_ONCE = 200
-"""Rounds of one agent at one moment of time; beyond that it spins."""
+_AT_ONCE = 0.001
+"""Rounds of one agent within so many seconds; with more it spins."""
 _ROUNDS_PER_TRANSFER = 1500
 _CROWD = 400
 _SLOW_FOR = 10.0
@@ -138,7 +139,9 @@ class World:
         if now < node.stalled_until:
             self._schedule(node, node.stalled_until)
             return
-        node.polls_at_once = node.polls_at_once + 1 if now == node.polled_at else 0
+        if now > node.at_once_since + _AT_ONCE:
+            node.at_once_since, node.polls_at_once = now, 0
+        node.polls_at_once += 1
         if node.polls_at_once > _POLLS_AT_ONCE:
             self.violation(f"{node}: it spins")
             return
