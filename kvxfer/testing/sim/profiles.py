@@ -31,9 +31,15 @@ def _with(
 
 PROFILES: Mapping[str, SimConfig] = {
     "mixed": SimConfig(),
-    # Healthy processes: what they owe each other must arrive in time, whatever is lost.
+    # Healthy processes: what they owe each other must arrive in time, whatever is lost. Their users
+    # often change their minds.
     "calm": _with(
-        lose=0.1, duplicate=0.1, aim=0.0, nodes=dict.fromkeys(NodeFault, 0.0), posts={}
+        lose=0.1,
+        duplicate=0.1,
+        writes=0.5,
+        abort=0.4,
+        aim=0.0,
+        nodes=dict.fromkeys(NodeFault, 0.0),
     ),
     # Leases hardly longer than transfers; renewals that come late or not at all; readers that look
     # for news only after their lease may have ended.

@@ -328,7 +328,10 @@ class World:
         self.leases.arrived(self._by_channel[channel.number], data)
 
     def _message_fault(self, name: str, data: bytes) -> None:
-        self.report.faults[name, message_phase(data)] += 1
+        phase = message_phase(data)
+        self.report.faults[name, phase] += 1
+        if phase == "release" and name != "duplicated":
+            self.requests.release_lost(data)
 
     def _post_fault(self, fault: PostFault, attempt: Attempt) -> None:
         self.report.faults[fault.value, post_phase(attempt)] += 1
