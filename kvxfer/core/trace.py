@@ -55,7 +55,7 @@ def checked_traceparent(name: str, value: object) -> str:
     Raises:
         InvalidInputError: it is no trace context.
     """
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value):
         return ""
     found = read_traceparent(value)
     if not found:
