@@ -342,10 +342,10 @@ def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
     """The tests of the simulator with its sabotages, then a campaign of new seeds."""
     python = ready[0].python
     run.pytest(python, "tests/sim", "-n", "2")
-    seeds = os.environ.get("SIM_SEEDS", "10")
-    words: list[str | Path] = [python, "-m", "kvxfer", "sim", "--table", "--shrink"]
-    words += ["--seed", "1000", "--seeds", seeds, "--transfers", "200", "--jobs", "2"]
-    status, _ = run.program(words)
+    seeds = os.environ.get("SIM_SEEDS", "125")
+    words: list[str | Path] = [python, "-m", "kvxfer", "sim", "--table", "--profile", "all"]
+    words += ["--seed", "1000", "--seeds", seeds, "--transfers", "400", "--peers", "2-20"]
+    status, _ = run.program([*words, "--jobs", "2"])
     run.check("no promise is broken in the campaign", status == 0, f"exit status {status}")
 
 
