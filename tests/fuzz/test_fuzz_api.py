@@ -72,7 +72,7 @@ class Pair:
     """Two agents that move blocks, to see that they still do."""
 
     def __init__(self) -> None:
-        timeouts = Timeouts(connect=2.0, queue=2.0, transfer=5.0, ack=2.0, drain=0.5)
+        timeouts = Timeouts(connect=5.0, queue=5.0, transfer=10.0, ack=2.0, drain=0.5)
         self.agents = [
             Agent(LoopbackTransport(), config=AgentConfig(lease=2.0), timeouts=timeouts)
             for _ in range(2)
@@ -86,7 +86,7 @@ class Pair:
         """One good transfer."""
         self._serial += 1
         producer, consumer = self.agents
-        offer = producer.hold(f"good-{self._serial}", Blocks.at(0, [1, 2]))
+        offer = producer.hold(f"good-{self._serial}", Blocks.at(0, [1, 2]), lease=30.0)
         handle = consumer.pull(offer, Blocks.at(0, [14, 15]))
         assert consumer.wait(handle, 20)
         assert handle.state is TransferState.DONE, handle.error
