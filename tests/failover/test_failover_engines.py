@@ -91,14 +91,14 @@ def cases(*paths, writes):
     )
 
 
-@cases(("moriio", "shm"), writes=False)
+@cases(("moriio", "shm"), ("moriio", "nixl"), writes=False)
 def test_reads_survive_the_engine_of_the_peer(life, path):
     """READ: every pull is received, those under way included."""
     dying(life, *path)
     assert not [what for what in life.outcomes if "failed" in what]
 
 
-@cases(("nixl", "shm"), ("moriio", "nixl"), writes=True)
+@cases(("nixl", "shm"), writes=True)
 def test_reads_and_writes_survive_it(life, path):
     """READ: as above.  WRITE: the peer that pushes moves by itself; a push of which nothing proves
     that it cannot land any more goes into fresh blocks, so that never two engines write one."""

@@ -19,7 +19,7 @@ RULES = ROOT / "docs" / "operations" / "kvxfer-alerts.yml"
 
 
 class Prometheus:
-    """A real server that scrapes ``targets`` twice a second and evaluates our rules."""
+    """A real server that scrapes ``targets`` every second and evaluates our rules."""
 
     def __init__(self, folder: Path, targets: Sequence[str]) -> None:
         program = shutil.which("prometheus")
@@ -27,7 +27,7 @@ class Prometheus:
         config = folder / "prometheus.yml"
         named = ", ".join(f'"{target}"' for target in targets)
         config.write_text(
-            "global: {scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 1s}\n"
+            "global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}\n"
             f"rule_files: ['{RULES}']\n"
             "scrape_configs:\n"
             "  - job_name: kvxfer\n"
@@ -67,7 +67,7 @@ class Prometheus:
         found: list[dict[str, Any]] = self.get("query", query=expression, **when)["result"]
         return found
 
-    def until(self, what: str, true: Callable[[], bool], seconds: float = 90.0) -> None:
+    def until(self, what: str, true: Callable[[], bool], seconds: float = 200.0) -> None:
         """Look every 0.2 s until ``true()``; an outer limit for a loaded machine."""
         end = time.monotonic() + seconds
         while True:

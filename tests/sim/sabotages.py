@@ -127,7 +127,7 @@ SABOTAGES = (
         file="agent/draining.py",
         old="            elif not (answer.done if self._op is Op.WRITE else answer.ours_done):",
         new="            elif not (answer.done or answer.ours_done):",
-        options=_FENCES,
+        options=(*_FENCES, "--harsh", "1", "--transfers", "150"),
     ),
     Sabotage(
         name="drained-by-patience",

@@ -420,7 +420,11 @@ class Life(Seen):
         if self.failover is None or not isinstance(event, Failed):
             return
         name = event.transfer_id
-        if request.again or not name.startswith("write") or "fresh" not in str(event.error):
+        if (
+            request.again
+            or not name.startswith("write")
+            or "nothing proves" not in str(event.error)
+        ):
             self.problems.append(f"{name} is lost: {event.error}")
             return
         self.count += 1
