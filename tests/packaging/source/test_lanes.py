@@ -143,14 +143,14 @@ def test_every_engine_suite_has_a_lane(scripts: Any) -> None:
     suites = set(re.findall(r'"tests/([a-z]+)"', text.partition("norecursedirs")[2]))
     engines = {"failover", "mooncake", "mori", "net", "nixl"}
     assert suites == engines | {"prometheus", "sim", "soak", "vllm"}
-    assert suites <= set(scripts.lane_table.ALL)
+    assert suites <= set(scripts.lane_table.LANES)
 
 
 def test_what_ci_leaves_out(scripts: Any) -> None:
     """CI and its report cover every lane but the long soak, of which the mori lane has five
-    rounds."""
+    rounds, and two that were not steady beside others: docs/limits.md says so of each."""
     table = scripts.lane_table
-    assert set(table.LANES) - set(table.CI) == {"soak-mori"}
+    assert set(table.LANES) - set(table.CI) == {"net-nixl", "prometheus", "soak-mori"}
     assert set(table.CI) - set(table.ALL) == {"lint"}
 
 
