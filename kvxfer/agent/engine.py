@@ -11,6 +11,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from kvxfer.agent.consumer import Consumer
+from kvxfer.agent.failures import Failures
 from kvxfer.agent.keeping import Keeping, KeepingHooks
 from kvxfer.agent.linktable import LinkTable
 from kvxfer.agent.part import Call
@@ -46,6 +47,8 @@ class Engine:
         self.ctx = ctx
         self.local = local
         self.transports = tuple(transports)
+        self.transport_failures = Failures()
+        """Times the progress of a transport raised: a bug of a plug-in."""
         self._revisions = [transport.revision for transport in self.transports]
         self.links = LinkTable(ctx, local)
         self.consumer = Consumer(ctx, self.links)
@@ -99,6 +102,7 @@ class Engine:
             try:
                 changed = transport.progress(_BUDGET)
             except Exception as error:  # noqa: BLE001 - a plug-in's bug must not stop the others
+                self.transport_failures.note(now)
                 self.ctx.counters.count("transports.failed")
                 self.ctx.log.failed(
                     "transport", "progress of transport %s failed", transport.name, error=error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvxfer.agent.failures import RECENT
 from kvxfer.core.inflight import QuarantineEntry
 from kvxfer.policies.breaker import BreakerState
 from kvxfer.policies.credit_queue import QueueState
@@ -218,13 +219,15 @@ def _quarantine(engine: Engine, now: float) -> Iterator[Problem]:
 
 
 def _progress(engine: Engine, pump: Pump | None, now: float) -> Iterator[Problem]:
-    failed = engine.ctx.counters["transports.failed"]
-    if failed:
+    failed = engine.transport_failures
+    if failed.count:
         yield Problem(
             name="transport_failed",
-            message=f"progress of a transport failed {failed} times; see the log",
+            message=f"progress of a transport failed {failed.count} times, last "
+            f"{failed.age(now):.0f} s ago; see the log",
             next_step="look for event=transport in the log; restart this worker if it goes on",
-            numbers={"failures": failed},
+            blocking=failed.age(now) < RECENT,
+            numbers={"failures": failed.count, "last_seconds": failed.age(now)},
         )
     if pump is None:
         return
@@ -243,12 +246,15 @@ def _progress(engine: Engine, pump: Pump | None, now: float) -> Iterator[Problem
             "observers that wait",
             numbers={"seconds": silent},
         )
-    if pump.errors:
+    if pump.failures.count:
+        age = pump.failures.age(now)
         yield Problem(
             name="rounds_failed",
-            message=f"{pump.errors} rounds of the progress thread failed; see the log",
+            message=f"{pump.failures.count} rounds of the progress thread failed, last {age:.0f} s "
+            "ago; see the log",
             next_step="look for event=round in the log, and report it: it is a bug",
-            numbers={"rounds": pump.errors},
+            blocking=age < RECENT,
+            numbers={"rounds": pump.failures.count, "last_seconds": age},
         )
 
 

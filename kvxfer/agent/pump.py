@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from kvxfer.agent.failures import Failures
+
 if TYPE_CHECKING:
     from kvxfer.agent.engine import Engine
     from kvxfer.core.clock import Clock
@@ -33,7 +35,7 @@ class Pump:
         self._engine = engine
         self._clock = clock
         self._stop = False
-        self.errors = 0
+        self.failures = Failures()
         """Rounds that ended in an exception: a bug of ours or of a plug-in."""
         self.last_round = clock.now()
         self._pause = threading.Event()
@@ -68,7 +70,7 @@ class Pump:
                 # One bad round must not end progress for every transfer of this process.
                 if self._stop:
                     return
-                self.errors += 1
+                self.failures.note(self._clock.now())
                 self._engine.ctx.log.failed(
                     "round", "a round of the progress thread failed", error=error
                 )

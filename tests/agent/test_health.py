@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from agent_rig import Rig, at
 import kvxfer.agent.health as module
 from kvxfer.agent import Agent, AgentConfig, Health, Problem
 from kvxfer.agent.config import Limits
-from kvxfer.agent.health import PROBLEMS
+from kvxfer.agent.failures import RECENT, Failures
+from kvxfer.agent.health import PROBLEMS, health_of
+from kvxfer.agent.pump import Pump
 from kvxfer.core.events import Sent
 from kvxfer.policies.admission import FixedAdmission
 from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
@@ -49,9 +53,60 @@ def test_nothing_is_wrong(rig: Rig) -> None:
 def test_closed(rig: Rig) -> None:
     """One problem that stands for all others."""
     p = rig.node("p")
-    p.agent._ctx.counters.count("transports.failed")
+    p.agent.add_observer(lambda _: 1 // 0)
+    p.agent.hold("t", at(0, 1))
     p.agent.close(0.0)
     assert list(named(p.agent.health())) == ["closed"]
+
+
+def test_a_failure_speaks_against_new_requests_for_a_minute(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails in every round keeps a worker out; what failed once does not do so for ever."""
+    p = rig.node("p")
+    with monkeypatch.context() as broken:
+        broken.setattr(p.transport, "progress", lambda budget: 1 // 0)
+        rig.pass_time(1.0)
+        failed = named(p.agent.health())["transport_failed"]
+        assert not p.agent.health().ready
+        assert failed.blocking
+        assert failed.numbers["failures"] >= 2
+    rig.pass_time(RECENT - 2.0)
+    assert not p.agent.health().ready
+    rig.pass_time(3.0)
+    healed = named(p.agent.health())["transport_failed"]
+    assert p.agent.health().ready
+    assert not healed.blocking
+    assert healed.numbers["failures"] == failed.numbers["failures"]
+    assert healed.numbers["last_seconds"] >= RECENT
+
+
+def test_failed_rounds_speak_against_new_requests_for_a_minute(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for the rounds of the progress thread, which notes them and goes on."""
+    p = rig.node("p")
+    pump = Pump(p.agent._engine, rig.clock, "p")
+    rounds, failing = itertools.count(), threading.Event()
+
+    def broken(now: float) -> float:
+        if next(rounds):  # the first one is noted by now
+            failing.set()
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(p.agent._engine, "round", broken)
+        pump.start()
+        assert failing.wait(60.0)
+        assert pump.stop(60.0)
+
+    def told() -> Problem:
+        health = health_of(p.agent._engine, pump, rig.clock.now(), closed=False)
+        return named(health)["rounds_failed"]
+
+    assert told().blocking
+    rig.clock.advance(RECENT)
+    assert not told().blocking
 
 
 def test_full_quarantine_blocks_and_comes_first(rig: Rig) -> None:
@@ -119,7 +174,7 @@ def test_a_stalled_and_an_ended_thread() -> None:
 class _Silent:
     """A thread that is alive and makes no round."""
 
-    alive, errors = True, 0
+    alive, failures = True, Failures()
 
     def __init__(self, last_round: float) -> None:
         self.last_round = last_round

@@ -62,10 +62,11 @@ def test_not_ready_is_503_with_the_reasons(
         url = f"http://127.0.0.1:{server.port}"
         assert main(["health", url]) == 0
         assert f"worker {worker.incarnation}: ready" in capsys.readouterr().out
-        worker._ctx.counters.count("transports.failed", 3)
+        for _ in range(3):
+            worker._engine.transport_failures.note(worker.clock.now())
         status, text = get(server, "/health")
         assert status == 503
-        assert json.loads(text)["agents"][0]["problems"][0]["numbers"] == {"failures": 3}
+        assert json.loads(text)["agents"][0]["problems"][0]["numbers"]["failures"] == 3
         assert main(["health", url]) == 1
         shown = capsys.readouterr().out
         assert "worker" in shown
