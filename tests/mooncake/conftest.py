@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from mooncake_rig import Rig
+from mooncake_rig import two_sides
 
 
 @pytest.fixture
 def rig():
-    """Makes ``Rig`` objects; all are closed after the test."""
+    """Makes ``TwoSides`` objects; all are closed after the test."""
     rigs = []
 
     def make(**config):
-        rigs.append(Rig(**config))
+        rigs.append(two_sides(**config))
         return rigs[-1]
 
     yield make

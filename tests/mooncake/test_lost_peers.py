@@ -10,7 +10,7 @@ import time
 
 import attrs
 import pytest
-from mooncake_rig import BLOCKS, FIRST, landed
+from mooncake_rig import BLOCKS, FIRST
 
 from kvxfer.backends.mooncake.wire import EngineAddress
 from kvxfer.core.attempt import Accepted, AttemptState
@@ -51,7 +51,7 @@ def test_killed_peer(rig, op):
     assert isinstance(error, PeerLostError)
     again = r.connect(r.far())
     assert r.read(again, BLOCKS).state is AttemptState.DONE
-    assert all(landed(r, BLOCKS))
+    assert all(r.landed(BLOCKS))
 
 
 def test_killed_in_the_middle(rig):
@@ -80,7 +80,7 @@ def test_restarted_peer_is_another_incarnation(rig):
     assert isinstance(error, KvxferError)
     again = r.connect(far)
     assert r.read(again, BLOCKS).state is AttemptState.DONE
-    assert all(landed(r, BLOCKS))
+    assert all(r.landed(BLOCKS))
 
 
 def test_stopped_peer_lands_late(rig):
@@ -105,13 +105,13 @@ def test_stopped_peer_lands_late(rig):
         assert (fence.done, fence.ours_done) == (False, False)
         assert (attempt.state, attempt.accepted) == (AttemptState.FAILED, Accepted.UNKNOWN)
         assert not attempt.drained
-        assert not any(landed(r, BLOCKS))
+        assert not any(r.landed(BLOCKS))
     finally:
         far.resume()
     r.until(lambda: attempt.drained, "the late completion")
     assert attempt.state is AttemptState.FAILED
     assert attempt.drained_by == "late completion"
-    assert all(landed(r, BLOCKS))
+    assert all(r.landed(BLOCKS))
     r.until(lambda: not r.transport._flights.under_way, "nothing under way")
     assert far.info.incarnation not in r.transport._remotes
     assert r.read(r.connect(healthy), BLOCKS).state is AttemptState.DONE

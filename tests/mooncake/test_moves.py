@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
-from mooncake_rig import BLOCK, BLOCKS, FIRST, NBYTES, landed
+from mooncake_rig import BLOCKS, FIRST
 
 from kvxfer.backends.mooncake import MooncakeConfig, MooncakeTransport
 from kvxfer.backends.mooncake.identity import NBYTES as TOKEN
@@ -17,6 +17,7 @@ from kvxfer.core.memory import span_of
 from kvxfer.core.verdict import Op
 from kvxfer.errors import BackpressureError, HandshakeError, InvalidInputError, StaleError
 from kvxfer.testing.memory import pattern
+from kvxfer.testing.two_sides import BLOCK, NBYTES
 
 BATCHES = {
     "blocks": BLOCKS,
@@ -68,7 +69,7 @@ def test_a_full_queue_refuses_and_drains(rig):
     r.until(lambda: all(a.terminal for a in posted), "what was posted ended")
     assert {a.state for a in posted} == {AttemptState.DONE}
     assert r.read(path, batch).state is AttemptState.DONE
-    assert all(landed(r, batch))
+    assert all(r.landed(batch))
 
 
 def test_unregistered_local_memory_never_reaches_the_engine(rig):
@@ -121,7 +122,7 @@ def test_a_descriptor_that_lies_fails_and_moves_nothing_outside(rig, op):
     assert not any(a.any() for a in r.arrays)
     assert all(r.fars[0].guards_intact(b) for b in r.there)
     r.until(lambda: r.read(path, BLOCKS).state is AttemptState.DONE, "the path works again")
-    assert all(landed(r, BLOCKS))
+    assert all(r.landed(BLOCKS))
 
 
 def test_one_bad_piece_fails_the_whole_and_drains_it(rig):
@@ -188,7 +189,7 @@ def test_without_verify_peer_no_piece_is_added(rig):
     assert path.remote.pieces == len(BLOCKS)
     r.until(lambda: attempt.terminal, "the attempt ended")
     assert attempt.state is AttemptState.DONE
-    assert all(landed(r, BLOCKS))
+    assert all(r.landed(BLOCKS))
 
 
 def test_memory_inside_registered_memory_shares_it(rig):

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
-
 from kvxfer.backends.moriio import MoriioConfig, MoriioTransport
-from kvxfer.core.batch import Batch
-from kvxfer.core.memory import span_of
-from kvxfer.core.verdict import Op
-from kvxfer.testing.memory import pattern
 from kvxfer.testing.peer_process import PeerProcess
+from kvxfer.testing.two_sides import NBYTES, TwoSides
 
-BACKEND = "kvxfer.backends.moriio:MoriioTransport"
-BLOCK = 4096
-NBYTES = 64 * BLOCK
+QUICK = {"rehearse": False}
+"""The first registration of a process takes half a second to try: test_rehearsal has it."""
 
 
-def scattered(pieces, *, pair=0, first=0):
-    """Every other block, so that the engine merges nothing; the far side one block further."""
-    offset = (first + np.arange(pieces)) * 2 * BLOCK
-    return Batch(np.full(pieces, pair), offset, offset + BLOCK, np.full(pieces, BLOCK))
+class MoriSides(TwoSides):
+    """Two sides over the software RDMA device, whose faults end with the test."""
+
+    def __init__(self, softrdma, *, regions=2, **config):
+        self.softrdma = softrdma
+        transport = MoriioTransport(MoriioConfig(**{**QUICK, **config}))
+        super().__init__(transport, self._peer, buffers=regions, timeout=30.0)
+
+    @staticmethod
+    def _peer(**config):
+        options = {"config": {**QUICK, **config}}
+        return PeerProcess("moriio", options=options, timeout=30.0)
+
+    def landed(self, batch, buffer=0):
+        """How many pieces of ``batch``, read from the far pattern of ``buffer``, are here."""
+        return sum(super().landed(batch, buffer))
+
+    def close(self):
+        self.softrdma.reset()
+        super().close()
 
 
 class Far:
@@ -47,57 +55,9 @@ class Far:
         return self.rig.answer(self.rig.transport.prepare(self.peer, self.pairs))
 
 
-class Rig:
-    def __init__(self, softrdma, *, regions=2, **config):
-        self.softrdma = softrdma
-        # The first registration of a process takes half a second to try: test_rehearsal has it.
-        self.transport = MoriioTransport(MoriioConfig(**{"rehearse": False, **config}))
-        self.processes = []
-        self.arrays = [np.zeros(NBYTES, np.uint8) for _ in range(regions)]
-        self.regions = [self.transport.register(span_of(a)) for a in self.arrays]
+class Rig(MoriSides):
+    """With several peers at a time, each with buffers and a path of its own."""
 
     def far(self, **config):
-        options = {"config": {"rehearse": False, **config}}
-        process = PeerProcess("moriio", options=options, timeout=30.0)
-        self.processes.append(process)
-        return Far(self, process)
-
-    def until(self, condition, what):
-        deadline = time.monotonic() + 30.0
-        while not condition():
-            assert time.monotonic() < deadline, f"not within 30 s: {what}"
-            self.transport.progress()
-            time.sleep(0.0002)
-
-    def outcome(self, pollable):
-        self.until(lambda: pollable.poll() != (None, None), "an answer")
-        return pollable.poll()
-
-    def answer(self, pollable):
-        value, error = self.outcome(pollable)
-        assert error is None, error
-        return value
-
-    def ended(self, attempt):
-        self.until(lambda: attempt.terminal, "the attempt ended")
-        return attempt
-
-    def post(self, op, path, batch):
-        return self.ended(self.transport.post(op, path, batch))
-
-    def read(self, path, batch):
-        return self.post(Op.READ, path, batch)
-
-    def landed(self, batch, buffer=0):
-        """How many pieces of ``batch``, read from the far pattern of ``buffer``, are here."""
-        here, there = bytes(self.arrays[buffer]), pattern(buffer, NBYTES)
-        _, local, remote, size = batch.lists()
-        return sum(
-            here[a : a + n] == there[b : b + n] for a, b, n in zip(local, remote, size, strict=True)
-        )
-
-    def close(self):
-        self.softrdma.reset()
-        self.transport.close()
-        for process in self.processes:
-            process.dispose()
+        self.fars.append(self._peer(**config))
+        return Far(self, self.fars[-1])

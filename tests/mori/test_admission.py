@@ -7,7 +7,6 @@ import random
 import attrs
 import numpy as np
 import pytest
-from mori_rig import BLOCK, NBYTES, scattered
 
 from kvxfer.backends.moriio.merging import work_requests
 from kvxfer.core.attempt import Accepted, AttemptState
@@ -17,6 +16,7 @@ from kvxfer.core.verdict import Action, Op
 from kvxfer.errors import BackpressureError, TransportError
 from kvxfer.policies.classify import ClassifierRegistry
 from kvxfer.policies.rules import builtin_rules
+from kvxfer.testing.two_sides import BLOCK, NBYTES, scattered
 
 
 @pytest.mark.parametrize("entries", [1, 2, 4])
@@ -85,7 +85,7 @@ def test_every_queue_pair_is_filled(rig, op):
     for attempt in flying:
         assert r.ended(attempt).state is AttemptState.DONE
     assert [q.in_flight for q in connection.queues] == [0, 0, 0, 0]
-    assert r.post(op, far.path, scattered(16)).state is AttemptState.DONE
+    assert r.moved(op, far.path, scattered(16)).state is AttemptState.DONE
 
 
 def test_regions_share_their_queue(rig):

@@ -12,12 +12,12 @@ from pathlib import Path
 import attrs
 import pytest
 from mori import cpp
-from mori_rig import scattered
 
 from kvxfer.backends.moriio import MoriioConfig, MoriioTransport, PollMode
 from kvxfer.backends.moriio.variables import UNRELATED, VARIABLES
 from kvxfer.core.plugins import create_transport
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.testing.two_sides import scattered
 
 HERE = Path(cpp.__file__).parents[1]
 

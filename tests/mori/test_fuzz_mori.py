@@ -11,12 +11,12 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
-from mori_rig import NBYTES, scattered
 
 from kvxfer.core.attempt import AttemptState
 from kvxfer.core.memory import span_of
 from kvxfer.core.verdict import Op
 from kvxfer.errors import HandshakeError, StaleError
+from kvxfer.testing.two_sides import NBYTES, scattered
 
 CALLS = int(os.environ.get("KVXFER_MORI_FUZZ", "10000"))
 SEED = 20
@@ -90,12 +90,12 @@ def test_deregistered_memory_is_not_registered_again(rig):
     pairs = [(writer.regions[0], transport.descriptor(region))]
     path = writer.answer(writer.transport.prepare(peer, pairs))
     writer.arrays[0][:] = 0x11
-    assert writer.post(Op.WRITE, path, scattered(4)).state is AttemptState.DONE
+    assert writer.moved(Op.WRITE, path, scattered(4)).state is AttemptState.DONE
     transport.deregister(region)
     with pytest.raises(StaleError, match="deregistered"):
         transport.descriptor(region)
     r.arrays[0][:] = 0  # it is somebody else's now
-    assert writer.post(Op.WRITE, path, scattered(4)).state is AttemptState.FAILED
+    assert writer.moved(Op.WRITE, path, scattered(4)).state is AttemptState.FAILED
     _, error = writer.outcome(writer.transport.prepare(peer, pairs))
     assert error is not None
     assert not r.arrays[0].any()

@@ -7,18 +7,18 @@ import threading
 import time
 
 import pytest
-from mori_rig import scattered
 
 from kvxfer.core.attempt import Accepted, AttemptState
 from kvxfer.core.verdict import Op
 from kvxfer.errors import BackpressureError, PeerLostError, TransportError
 from kvxfer.testing.softrdma import AsyncEvent, WcStatus
+from kvxfer.testing.two_sides import scattered
 
 
 def break_queue(r, far, op=Op.READ):
     """Have the queue pairs to ``far`` fail."""
     r.softrdma.fail_next(WcStatus.GENERAL)
-    attempt = r.post(op, far.path, scattered(1))
+    attempt = r.moved(op, far.path, scattered(1))
     assert attempt.state is AttemptState.FAILED
     with pytest.raises(TransportError, match="dead since"):
         r.transport.post(op, far.path, scattered(1))
@@ -317,7 +317,7 @@ def test_the_end_of_an_engine_stops_writers(rig):
     pairs = [(writer.regions[0], transport.descriptor(r.regions[0]))]
     path = writer.answer(writer.transport.prepare(peer, pairs))
     writer.arrays[0][:] = 0x11
-    assert writer.post(Op.WRITE, path, scattered(4)).state is AttemptState.DONE
+    assert writer.moved(Op.WRITE, path, scattered(4)).state is AttemptState.DONE
     assert r.arrays[0].any()
     there = r.answer(transport.connect(writer.transport.local_info()))
     fence = r.answer(transport.fence(there))
@@ -331,5 +331,5 @@ def test_the_end_of_an_engine_stops_writers(rig):
     again = writer.answer(
         writer.transport.prepare(peer, [(writer.regions[0], transport.descriptor(r.regions[0]))])
     )
-    assert writer.post(Op.WRITE, again, scattered(4)).state is AttemptState.DONE
+    assert writer.moved(Op.WRITE, again, scattered(4)).state is AttemptState.DONE
     assert writer.transport.generation == 1

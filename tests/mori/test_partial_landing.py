@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-from mori_rig import BLOCK, NBYTES, scattered
 
 from kvxfer import Agent, Blocks
 from kvxfer.agent.config import AgentConfig
@@ -23,6 +22,7 @@ from kvxfer.policies.admission import NoAdmission
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.life import Geometry
 from kvxfer.testing.memory import pattern
+from kvxfer.testing.two_sides import BLOCK, NBYTES, scattered
 
 GRANTED, ASKED, PIECES = 16, 64, 24
 NEXT_OWNER = 0x77
@@ -66,7 +66,7 @@ def test_write_lands_in_a_reused_block(rig, softrdma):
     batch = scattered(PIECES)
     r.arrays[0][:] = 0x5A
     with softrdma.hold():
-        attempt = r.post(Op.WRITE, far.path, batch)
+        attempt = r.moved(Op.WRITE, far.path, batch)
         assert attempt.state is AttemptState.FAILED
         assert not attempt.drained
         far.process.fill(far.there[0], 9)  # its next owner

@@ -12,93 +12,15 @@ import time
 import attrs
 import numpy as np
 import pytest
+from mori_rig import MoriSides
 
-from kvxfer.backends.moriio import MoriioConfig, MoriioTransport
 from kvxfer.core.attempt import Accepted, AttemptState
 from kvxfer.core.batch import Batch
-from kvxfer.core.memory import span_of
 from kvxfer.core.verdict import Op
 from kvxfer.errors import BackpressureError, HandshakeError, PeerLostError, TransportError
 from kvxfer.testing.memory import pattern
-from kvxfer.testing.peer_process import PeerProcess
 from kvxfer.testing.softrdma import AsyncEvent, WcStatus
-
-QUICK = {"rehearse": False}
-"""The first registration of a process takes half a second to try: test_rehearsal has it."""
-BLOCK = 4096
-NBYTES = 64 * BLOCK
-
-
-def scattered(pieces, *, pair=0, first=0):
-    """Every other block, so that the engine merges nothing; the far side one block further."""
-    offset = (first + np.arange(pieces)) * 2 * BLOCK
-    return Batch(np.full(pieces, pair), offset, offset + BLOCK, np.full(pieces, BLOCK))
-
-
-class Rig:
-    """A transport here, peers in other processes, two pairs of buffers and a path between them."""
-
-    def __init__(self, softrdma, **config):
-        self.softrdma = softrdma
-        self.transport = MoriioTransport(MoriioConfig(**QUICK, **config))
-        self.fars = []
-        self.arrays = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
-        self.regions = [self.transport.register(span_of(a)) for a in self.arrays]
-
-    def far(self):
-        far = PeerProcess("moriio", options={"config": QUICK}, timeout=30.0)
-        self.fars.append(far)
-        return far
-
-    def connect(self, far):
-        for array in self.arrays:
-            array[:] = 0
-        self.there = [far.register(NBYTES) for _ in range(2)]
-        for seed, buffer in enumerate(self.there):
-            far.fill(buffer, seed)
-        peer = self.answer(self.transport.connect(far.info))
-        return self.prepare(peer)
-
-    def prepare(self, peer):
-        pairs = list(zip(self.regions, (b.descriptor for b in self.there), strict=True))
-        return self.answer(self.transport.prepare(peer, pairs))
-
-    def until(self, condition, what):
-        deadline = time.monotonic() + 30.0
-        while not condition():
-            assert time.monotonic() < deadline, f"not within 30 s: {what}"
-            self.transport.progress()
-            time.sleep(0.0002)
-
-    def outcome(self, pollable):
-        self.until(lambda: pollable.poll() != (None, None), "an answer")
-        return pollable.poll()
-
-    def answer(self, pollable):
-        value, error = self.outcome(pollable)
-        assert error is None, error
-        return value
-
-    def ended(self, attempt):
-        self.until(lambda: attempt.terminal, "the attempt ended")
-        return attempt
-
-    def read(self, path, batch):
-        return self.ended(self.transport.post(Op.READ, path, batch))
-
-    def landed(self, batch, buffer=0):
-        """How many pieces of ``batch``, read from the far pattern of ``buffer``, are here."""
-        here, there = bytes(self.arrays[buffer]), pattern(buffer, NBYTES)
-        _, local, remote, size = batch.lists()
-        return sum(
-            here[a : a + n] == there[b : b + n] for a, b, n in zip(local, remote, size, strict=True)
-        )
-
-    def close(self):
-        self.softrdma.reset()
-        self.transport.close()
-        for far in self.fars:
-            far.dispose()
+from kvxfer.testing.two_sides import BLOCK, NBYTES, scattered
 
 
 @pytest.fixture
@@ -106,7 +28,7 @@ def rig(softrdma):
     rigs = []
 
     def make(**config):
-        rigs.append(Rig(softrdma, **config))
+        rigs.append(MoriSides(softrdma, **config))
         return rigs[-1]
 
     yield make
@@ -127,7 +49,7 @@ def test_read_and_write_between_processes(rig):
     assert attempt.nbytes == 16 * BLOCK
     assert [r.landed(scattered(8), b) for b in (0, 1)] == [8, 8]
     r.arrays[1][:BLOCK] = 0x5A
-    wrote = r.ended(r.transport.post(Op.WRITE, path, Batch([1], [0], [7 * BLOCK], [BLOCK])))
+    wrote = r.moved(Op.WRITE, path, Batch([1], [0], [7 * BLOCK], [BLOCK]))
     assert wrote.state is AttemptState.DONE
     found = far.read(r.there[1])
     expected = bytearray(pattern(1, NBYTES))
@@ -144,7 +66,7 @@ def test_killed_peer(rig, op):
     far = r.far()
     path = r.connect(far)
     far.kill()
-    attempt = r.ended(r.transport.post(op, path, scattered(16)))
+    attempt = r.moved(op, path, scattered(16))
     assert attempt.state is AttemptState.FAILED
     assert attempt.accepted is Accepted.ALL
     assert attempt.error.code == 13
@@ -157,7 +79,7 @@ def test_killed_peer(rig, op):
     _, error = r.outcome(r.transport.connect(far.info))
     assert isinstance(error, PeerLostError)
     again = r.connect(r.far())
-    assert r.ended(r.transport.post(op, again, scattered(16))).state is AttemptState.DONE
+    assert r.moved(op, again, scattered(16)).state is AttemptState.DONE
 
 
 def test_engine_refusal_posts_nothing(rig):
@@ -291,7 +213,7 @@ def test_completion_error_drains_a_read(rig, status):
         r = rig()
         path = r.connect(r.far())
         r.softrdma.fail_next(status)
-        attempt = r.ended(r.transport.post(op, path, scattered(1)))
+        attempt = r.moved(op, path, scattered(1))
         assert attempt.state is AttemptState.FAILED
         assert attempt.drained is (op is Op.READ)
 
@@ -327,7 +249,8 @@ def test_stopped_peer_does_not_stop_the_interpreter(rig):
     assert "errno=11" in error.engine.message
     gaps = np.diff([began, *(t for t in ticks if began < t < began + took), began + took])
     assert max(gaps) < took / 3, f"no thread ran for {max(gaps):.2f} of {took:.2f} s"
-    path = r.prepare(peer)
+    r.peer = peer
+    path = r.prepare()
     assert r.read(path, scattered(2)).state is AttemptState.DONE
 
 

@@ -14,89 +14,29 @@ from kvxfer.backends.nixl import NixlConfig, NixlTransport
 from kvxfer.backends.nixl.envelope import Content, unwrap, wrap
 from kvxfer.core.attempt import Accepted, AttemptState
 from kvxfer.core.batch import Batch
-from kvxfer.core.memory import span_of
 from kvxfer.core.verdict import Op
 from kvxfer.errors import HandshakeError, PeerLostError, StaleError, TransportError
 from kvxfer.testing.memory import pattern
 from kvxfer.testing.peer_process import PeerProcess
+from kvxfer.testing.two_sides import BLOCK, NBYTES, TwoSides
 
 BACKEND = "kvxfer.backends.nixl:NixlTransport"
 DISCONNECTED = "nixl._bindings.nixlRemoteDisconnectError"
-BLOCK = 4096
-NBYTES = 64 * BLOCK
 
 
-class Rig:
-    """A transport here, peers in other processes, two pairs of buffers and a path between them."""
-
-    def __init__(self):
-        # Shared memory would finish a READ of a stopped peer: tcp needs the peer's help.
-        self.transport = NixlTransport(NixlConfig(ucx_tls="tcp"))
-        self.fars = []
-        self.arrays = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
-        self.regions = [self.transport.register(span_of(a)) for a in self.arrays]
-
-    def far(self):
-        far = PeerProcess(BACKEND, timeout=60.0, env={"UCX_TLS": "tcp"})
-        self.fars.append(far)
-        return far
-
-    def connect(self, far):
-        for array in self.arrays:
-            array[:] = 0
-        self.there = [far.register(NBYTES) for _ in range(2)]
-        for seed, buffer in enumerate(self.there):
-            far.fill(buffer, seed)
-        self.peer = self.answer(self.transport.connect(far.info))
-        return self.prepare()
-
-    def prepare(self):
-        pairs = list(zip(self.regions, (b.descriptor for b in self.there), strict=True))
-        return self.answer(self.transport.prepare(self.peer, pairs))
-
-    def until(self, condition, what):
-        deadline = time.monotonic() + 60.0
-        while not condition():
-            assert time.monotonic() < deadline, f"not within 60 s: {what}"
-            self.transport.progress()
-            time.sleep(0.0002)
-
-    def outcome(self, pollable):
-        self.until(lambda: pollable.poll() != (None, None), "an answer")
-        return pollable.poll()
-
-    def answer(self, pollable):
-        value, error = self.outcome(pollable)
-        assert error is None, error
-        return value
-
-    def moved(self, op, path, batch):
-        attempt = self.transport.post(op, path, batch)
-        self.until(lambda: attempt.terminal, "the attempt ended")
-        return attempt
-
-    def read(self, path, batch):
-        return self.moved(Op.READ, path, batch)
-
-    def close(self):
-        self.transport.close()
-        for far in self.fars:
-            far.dispose()
+def two_sides():
+    """Over tcp: shared memory would finish a READ of a stopped peer, tcp needs the peer's help."""
+    return TwoSides(
+        NixlTransport(NixlConfig(ucx_tls="tcp")),
+        lambda: PeerProcess(BACKEND, timeout=60.0, env={"UCX_TLS": "tcp"}),
+    )
 
 
 @pytest.fixture
 def rig():
-    one = Rig()
+    one = two_sides()
     yield one
     one.close()
-
-
-def landed(rig, batch):
-    """Which pieces of ``batch`` hold what the far side has there."""
-    return [
-        bytes(rig.arrays[p][a : a + n]) == pattern(p, NBYTES)[b : b + n]
-        for p, a, b, n in zip(*batch.lists(), strict=True)
-    ]
 
 
 BATCHES = {
@@ -123,7 +63,7 @@ def test_read_and_write_between_processes(rig, batch):
     path = rig.connect(rig.far())
     attempt = rig.read(path, batch)
     assert (attempt.state, attempt.accepted) == (AttemptState.DONE, Accepted.ALL)
-    assert all(landed(rig, batch))
+    assert all(rig.landed(batch))
     moved = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
     for p, a, b, n in zip(*batch.lists(), strict=True):
         moved[p][a : a + n] = np.frombuffer(pattern(p, NBYTES), np.uint8)[b : b + n]
@@ -143,7 +83,7 @@ def test_steps_of_one_size_grow_finer(rig):
     for step in (1024, 512, 256, 64, 32):
         batch = Batch([0, 1], [step, 5 * step], [9 * step, 3 * step], [1024] * 2)
         assert rig.read(path, batch).state is AttemptState.DONE
-        assert all(landed(rig, batch))
+        assert all(rig.landed(batch))
 
 
 @pytest.mark.parametrize("op", list(Op))
@@ -169,7 +109,7 @@ def test_killed_peer(rig, op):
     assert isinstance(error, HandshakeError)
     again = rig.connect(rig.far())
     assert rig.read(again, BATCHES["blocks"]).state is AttemptState.DONE
-    assert all(landed(rig, BATCHES["blocks"]))
+    assert all(rig.landed(BATCHES["blocks"]))
 
 
 def test_stopped_peer_lands_late(rig):
@@ -190,13 +130,13 @@ def test_stopped_peer_lands_late(rig):
         assert attempt.state is AttemptState.FAILED
         assert attempt.accepted is Accepted.UNKNOWN
         assert not attempt.drained
-        assert not any(landed(rig, batch))
+        assert not any(rig.landed(batch))
     finally:
         far.resume()
     rig.until(lambda: attempt.drained, "the late completion")
     assert attempt.state is AttemptState.FAILED
     assert attempt.drained_by == "late completion"
-    assert all(landed(rig, batch))
+    assert all(rig.landed(batch))
     rig.until(lambda: len(rig.transport._remotes) == 0, "the agent forgotten")
     path = rig.connect(far)
     assert rig.read(path, batch).state is AttemptState.DONE
@@ -312,7 +252,7 @@ def test_restarted_peer_is_another_agent(rig):
     assert attempt.error.exception[0] == DISCONNECTED
     again = rig.connect(far)
     assert rig.read(again, BATCHES["blocks"]).state is AttemptState.DONE
-    assert all(landed(rig, BATCHES["blocks"]))
+    assert all(rig.landed(BATCHES["blocks"]))
 
 
 def test_a_stopped_peer_holds_up_nobody(rig):
