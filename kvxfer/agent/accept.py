@@ -17,7 +17,7 @@ from kvxfer.core import wire
 from kvxfer.core.acks import Ack, AckOutcome, AckReconciler
 from kvxfer.core.events import BlockIds, Failed, Received, Role
 from kvxfer.core.verdict import Op
-from kvxfer.errors import ErrorKind, TransferError
+from kvxfer.errors import CapacityError, ErrorKind, InvalidInputError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -207,19 +207,16 @@ class Accepting:
     def _tell_sealed(self, error: TransferError | None, now: float) -> None:
         """Tell those who sealed what became of it."""
         for writer in self._writers.values():
-            if writer.sealed and writer.link.usable and writer.link.version >= SEALED_SINCE:
+            if writer.sealed and writer.link.version >= SEALED_SINCE:
                 tell_sealed(self._ctx, writer.link, self.ref, error, now)
 
     def _cancel_others(self, kind: ErrorKind, message: str, now: float) -> None:
         """Have every writer that may still write stop, and say when it is drained."""
         for writer in self._writers.values():
-            if not writer.drained and writer.link.usable:
-                writer.link.mailbox.mail(
-                    wire.Cancel(self.ref, kind.value, message[:4096]),
-                    now=now,
-                    until=now + self._ctx.timeouts.drain + self._ctx.timeouts.ack,
-                    to=writer.link.incarnation,
-                )
+            if not writer.drained:
+                cancel = wire.Cancel(self.ref, kind.value, message[:4096])
+                until = now + self._ctx.timeouts.drain + self._ctx.timeouts.ack
+                _mail(self._ctx, writer.link, cancel, now=now, until=until)
 
     def on_push_failed(
         self, sender: str, message: wire.PushFailed, kind: ErrorKind, now: float
@@ -334,12 +331,8 @@ def tell_sealed(
 ) -> None:
     """Tell a producer rank what became of what it sealed; None: received."""
     kind, message = ("", "") if error is None else (error.kind.value, error.message[:4096])
-    link.mailbox.mail(
-        wire.Sealed(ref, error is None, kind, message),
-        now=now,
-        until=now + ctx.timeouts.ack,
-        to=link.incarnation,
-    )
+    sealed = wire.Sealed(ref, error is None, kind, message)
+    _mail(ctx, link, sealed, now=now, until=now + ctx.timeouts.ack)
 
 
 def refuse_seal(ctx: Context, link: Link, ref: wire.Ref, error: TransferError, now: float) -> bool:
@@ -351,13 +344,19 @@ def refuse_seal(ctx: Context, link: Link, ref: wire.Ref, error: TransferError, n
     if link.version >= SEALED_SINCE:
         tell_sealed(ctx, link, ref, error, now)
         return True
-    link.mailbox.mail(
-        wire.Cancel(ref, error.kind.value, error.message[:4096]),
-        now=now,
-        until=now + ctx.timeouts.ack,
-        to=link.incarnation,
-    )
+    cancel = wire.Cancel(ref, error.kind.value, error.message[:4096])
+    _mail(ctx, link, cancel, now=now, until=now + ctx.timeouts.ack)
     return False
+
+
+def _mail(ctx: Context, link: Link, message: wire.Message, *, now: float, until: float) -> None:
+    """Also to a producer whose link has ended: it may still wait for the answer, or write."""
+    try:
+        box = link.letterbox()
+    except (InvalidInputError, CapacityError):
+        ctx.counters.count("messages.undeliverable")
+        return
+    box.mail(message, now=now, until=until, to=link.incarnation)
 
 
 def destinations(blocks: Sequence[Blocks]) -> list[Int64Array]:

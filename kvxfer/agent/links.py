@@ -168,6 +168,15 @@ class Link:
         """Where it was dialled, or where it says it can be dialled, or empty."""
         return self.mailbox.address or (self.hello.address if self.hello is not None else "")
 
+    def letterbox(self) -> Mailbox:
+        """Where mail for the peer goes, also once the link has ended.
+
+        Raises:
+            InvalidInputError: it has ended, and the peer never said where it can be dialled.
+            CapacityError: too many peers.
+        """
+        return self.mailbox if self.usable else self._table.mailboxes.dial(self.address)
+
     @property
     def breaker(self) -> str:
         """The name of this peer's circuit breaker: its incarnation, or where it was dialled."""
@@ -883,7 +892,7 @@ class Link:
         self._ctx.forget(self)
         self._changed()
         self._waiters.clear()
-        self.mailbox.link_ended()
+        self.mailbox.link_ended(self.address, self._ctx.clock.now())
 
     def kind_of_failure(self) -> ErrorKind:
         """For transfers that depended on this link."""

@@ -202,9 +202,14 @@ class LinkTable:
 
     def on_who(self, route: Route, sender: str, now: float) -> None:
         """The peer does not know us: it restarted, or lost us. Say hello again."""
-        for link in tuple(self):
-            if link.mailbox.route != route:
-                continue
+        links = [link for link in self if link.mailbox.route == route]
+        box = self.mailboxes.get(route)
+        if not links and box is not None:
+            # Both sides gave the link up, and something still has to be said.
+            box.answered_by(sender)
+            if len(box.outbox):
+                box.send(self.local.message(answer=False, session=self.next_session()))
+        for link in links:
             if link.hello is not None and link.incarnation != sender:
                 # Another life answers there now; what the old one held is gone.
                 self.mailboxes.depart(link.incarnation, now)

@@ -12,7 +12,7 @@ from kvxfer.core.address import Address
 from kvxfer.core.keys import join_peer, split_peer
 from kvxfer.core.reliable import Outbox
 from kvxfer.core.remembered import Remembered
-from kvxfer.errors import CapacityError
+from kvxfer.errors import CapacityError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,19 +96,37 @@ class Mailbox:
             self._ctx.counters.count("messages.undeliverable", dropped)
             self._ctx.soon(self)
 
-    def link_ended(self) -> None:
-        """One link less uses it.
+    def answered_by(self, incarnation: str) -> None:
+        """That one answers there now: nobody else will confirm what is meant for an earlier one."""
+        for other in {to for to, _ in self._notes.values()} - {"", incarnation}:
+            self.gone(other)
 
-        A route that the peer dialled ends with its link: nobody can be reached on it again, so
-        what is unconfirmed is given up.  On a dialled one it goes on being sent until it is too
-        old: a release must arrive even if the link failed.
+    def link_ended(self, address: str, now: float) -> None:
+        """One link less uses it; ``address`` is where its peer said it can be dialled, or empty.
+
+        What is unconfirmed goes on being sent until it is too old: a release must arrive even if
+        the link failed.  A route that the peer dialled ends with its link, so it goes on over one
+        that we dial.
         """
         self.users -= 1
-        if not self.address and not self.users:
-            self._ctx.counters.count("messages.undeliverable", len(self.outbox))
-            self._owner.drop(self)
-        else:
+        if self.address or self.users:
             self._ctx.soon(self)
+            return
+        self._owner.drop(self)
+        # A hello is about the link, which has ended.
+        self.outbox.drop([mid for mid in self.outbox if mid not in self._notes])
+        if not len(self.outbox):
+            return
+        try:
+            self._owner.dial(address)._take_over(self, now)
+        except (InvalidInputError, CapacityError):
+            self._ctx.counters.count("messages.undeliverable", len(self.outbox))
+
+    def _take_over(self, other: Mailbox, now: float) -> None:
+        """What ``other`` has unconfirmed is sent here from now on."""
+        self._notes.update(other._notes)
+        self._ctx.transmit(self.route, self.outbox.take_over(other.outbox, now))
+        self.step(now)
 
     def moved(self, route: Route, now: float) -> None:
         """The peer's connection came back on another route."""

@@ -521,9 +521,9 @@ class Push:
 
     def _mailbox(self, target: _Target, link: Link) -> Mailbox:
         """Also of a consumer whose link has ended: our fence ends it, and is the proof it needs."""
-        if link.usable:
-            return link.mailbox
-        return self._producer.links.mailboxes.dial(link.address or target.endpoint.address)
+        if link.usable or link.address:
+            return link.letterbox()
+        return self._producer.links.mailboxes.dial(target.endpoint.address)
 
     def _abandon(self) -> None:
         """Our user takes the blocks back without proof; the consumers' users have not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -43,6 +43,9 @@ class Outbox:
     def __contains__(self, mid: object) -> bool:
         return mid in self._pending
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._pending)
+
     def put(self, mid: int, frame: bytes, *, now: float, until: float) -> None:
         """Keep ``frame`` until it is confirmed or ``until`` passes. The caller sends it now.
 
@@ -80,6 +83,13 @@ class Outbox:
             frames.append(entry.frame)
         self.resent += len(frames)
         return frames
+
+    def take_over(self, other: Outbox, now: float) -> list[bytes]:
+        """Whatever is pending in ``other`` is pending here instead; returns it, to be sent now."""
+        self._pending.update(other._pending)
+        other._pending.clear()
+        other._timers = Timers()
+        return self.resend_all(now)
 
     def frames(self) -> list[bytes]:
         """Every pending frame, oldest first."""
