@@ -175,7 +175,12 @@ class Link:
             InvalidInputError: it has ended, and the peer never said where it can be dialled.
             CapacityError: too many peers.
         """
-        return self.mailbox if self.usable else self._table.mailboxes.dial(self.address)
+        if self.usable:
+            return self.mailbox
+        box = self._table.mailboxes.dial(self.address)
+        if not box.users:
+            box.version = self.version  # known from its hello
+        return box
 
     @property
     def breaker(self) -> str:

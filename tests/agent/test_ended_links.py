@@ -62,6 +62,26 @@ def test_answer_to_a_producer_whose_link_fails(rig: Rig, consumer_dials: bool) -
     assert rig.run(lambda: bool(p.of(Sent))) < 2.0
 
 
+@pytest.mark.parametrize("consumer_dials", [False, True], ids=["inbound", "dialled"])
+def test_answer_that_is_made_after_the_end_of_the_link(rig: Rig, consumer_dials: bool) -> None:
+    """Found by the simulator: it needs wire version 2, which a new connection has not agreed on."""
+    p, c = rig.node("p"), rig.node("c")
+    met(rig, *((c, p) if consumer_dials else (p, c)))
+    c.agent.accept("w", at(0, 3))
+    rig.run(lambda: bool(c.agent._engine.consumer.accepts))
+    p.agent.push("w", at(0, 7), to=c.agent.endpoint)
+    p.agent.seal("w")
+    (accepting,) = c.agent._engine.consumer.accepts.values()
+    rig.run(lambda: bool(c.of(Received)))
+    give_up(c, p)
+    sent = sniff(c)
+    accepting._tell_sealed(None, c.agent.clock.now())
+    (answer,) = mails(sent, wire.Sealed)
+    assert answer.ok
+    rig.pass_time(20)
+    assert not any(c.tables.values())
+
+
 def test_cancel_for_a_writer_whose_link_failed(rig: Rig) -> None:
     """The consumer gives up with its link: the writer hears of it, long before its deadline."""
     p, c = rig.node("p"), rig.node("c")
