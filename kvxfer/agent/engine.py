@@ -354,7 +354,7 @@ def _last_words(link: Link) -> list[bytes]:
     """Frames for a peer that it has not confirmed, as many as fit into a good-bye."""
     words: list[bytes] = []
     left = wire.MAX_FRAME_NBYTES // 2
-    for frame in link.mailbox.outbox.frames():
+    for _, frame in link.mailbox.outbox:
         fits = len(words) < wire.MAX_LAST_WORDS and len(frame) < min(left, wire.MAX_OPAQUE_NBYTES)
         if fits and isinstance(wire.decode(frame).body, _LAST_WORDS):
             words.append(frame)

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["Mailbox", "Mailboxes", "canonical"]
 
 
+_BEYOND_A_LINK = (
+    wire.Release,
+    wire.Decline,
+    wire.Gone,
+    wire.Sealed,
+    wire.PushFailed,
+    wire.Cancel,
+)
+"""What stays true when the link has ended. A hello is about the link, a grant to write is void with
+it, and a push whose seal was on its way fails."""
+
+
 def canonical(address: str) -> str:
     """One spelling per address, so that two names of one place are one connection.
 
@@ -113,8 +125,7 @@ class Mailbox:
             self._ctx.soon(self)
             return
         self._owner.drop(self)
-        # A hello is about the link, which has ended.
-        self.outbox.drop([mid for mid in self.outbox if mid not in self._notes])
+        self.outbox.drop([mid for mid, frame in self.outbox if not _outlives_links(frame)])
         if not len(self.outbox):
             return
         try:
@@ -149,6 +160,10 @@ class Mailbox:
             self._ctx.at(self, at)
         elif not self.users:
             self._owner.drop(self)
+
+
+def _outlives_links(frame: bytes) -> bool:
+    return isinstance(wire.decode(frame).body, _BEYOND_A_LINK)
 
 
 class Mailboxes:

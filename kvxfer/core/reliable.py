@@ -43,8 +43,9 @@ class Outbox:
     def __contains__(self, mid: object) -> bool:
         return mid in self._pending
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._pending)
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Ids and frames, oldest first."""
+        return ((mid, entry.frame) for mid, entry in self._pending.items())
 
     def put(self, mid: int, frame: bytes, *, now: float, until: float) -> None:
         """Keep ``frame`` until it is confirmed or ``until`` passes. The caller sends it now.
@@ -90,10 +91,6 @@ class Outbox:
         other._pending.clear()
         other._timers = Timers()
         return self.resend_all(now)
-
-    def frames(self) -> list[bytes]:
-        """Every pending frame, oldest first."""
-        return [entry.frame for entry in self._pending.values()]
 
     def drop(self, mids: Iterable[int]) -> int:
         """Give these up: nobody is there to confirm them. Returns how many were pending."""

@@ -99,6 +99,21 @@ def test_cancel_for_a_writer_whose_link_failed(rig: Rig) -> None:
     assert not any(c.tables.values())
 
 
+def test_grant_to_write_ends_with_its_link(rig: Rig) -> None:
+    """Its blocks may be another's once the link has ended: it is not sent any more."""
+    p, c = rig.node("p"), rig.node("c")
+    met(rig, p, c)
+    lost = intercept(c, wire.Accept)
+    c.agent.accept("w", at(0, 3))
+    p.agent.push("w", at(0, 7), to=c.agent.endpoint)
+    rig.run(lambda: bool(lost.frames))
+    give_up(c, p)
+    lost.frames.clear()
+    rig.pass_time(10)
+    assert not lost.frames
+    assert len(p.of(Failed)) == len(c.of(Failed)) == 1
+
+
 def test_mail_for_an_earlier_life_is_given_up(rig: Rig) -> None:
     """Another incarnation answers where the mail goes: it is told nothing, and nothing is kept."""
     p, c = rig.node("p", lease=60.0), rig.node("c")
