@@ -1,3 +1,5 @@
+from kvxfer.core.batch import Int64Array
+
 REVISION: int
 
-def copy(target: int, source: int, size: int, count: int, /) -> None: ...
+def copy(target: Int64Array, source: Int64Array, size: Int64Array, /) -> None: ...

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import numpy as np
 
 from kvxfer.backends.shm.copying import copy_pieces
 from kvxfer.errors import ConfigError
@@ -27,7 +26,7 @@ __all__ = ["ENVIRONMENT", "Copier", "CopierChoice", "CopyPieces", "copier"]
 
 ENVIRONMENT = "KVXFER_SHM_COPIER"
 """Names the copier for transports whose configuration leaves it open."""
-REVISION = 1
+REVISION = 2
 """Of ``_copy.c``: a build of another revision is not used."""
 
 CopyPieces = Callable[["Int64Array", "Int64Array", "Int64Array", Any], None]
@@ -106,15 +105,10 @@ def _compiled() -> tuple[CopyPieces | None, str]:
 
 
 def _copy_compiled(
-    copy: Callable[[int, int, int, int], None],
+    copy: Callable[[Int64Array, Int64Array, Int64Array], None],
     target: Int64Array,
     source: Int64Array,
     size: Int64Array,
     scratch: Any,  # the other one's
 ) -> None:
-    vectors = [np.ascontiguousarray(v, dtype=np.int64) for v in (target, source, size)]
-    count = len(vectors[0])
-    if not count == len(vectors[1]) == len(vectors[2]):  # C would read beyond their ends
-        raise ValueError(f"vectors of lengths {[len(v) for v in vectors]}")
-    at, of, nbytes = (v.ctypes.data for v in vectors)
-    copy(at, of, nbytes, count)
+    copy(target, source, size)

@@ -1,4 +1,4 @@
-"""One attempt as work for the copy threads: cut into chunks, checked, copied, settled once."""
+"""One attempt as work for copy threads or ``post``: in chunks, checked, copied, settled once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.backends.shm import messages
-from kvxfer.backends.shm.copying import merge
+from kvxfer.backends.shm.copying import join
 from kvxfer.backends.shm.vmread import ReadFailed, read_pieces
 from kvxfer.core.attempt import Accepted
 from kvxfer.core.batch import Batch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvxfer.core.attempt import Attempt
     from kvxfer.core.batch import Int64Array
 
-__all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "CopyJob", "ProbeTask", "probe"]
+__all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "ChunkTask", "CopyJob", "ProbeTask", "probe"]
 
 CHUNK_BYTES = 16 << 20
 """Bytes copied at most before another peer gets its turn, and before a stop is noticed: a few
@@ -35,6 +35,8 @@ CHUNK_PIECES = 4096
 
 class CopyJob:
     """The copies of one attempt. Settles it when the last chunk has ended, on that thread.
+
+    Cheap to make, since ``post`` does.
 
     ``settled`` is called once, afterwards; ``lost`` whenever the peer's process is found ended.
     """
@@ -66,8 +68,8 @@ class CopyJob:
         share = attempt.batch.nbytes // (2 * workers)
         max_nbytes = min(max(share, CHUNK_BYTES_MIN), CHUNK_BYTES)
         self.tasks = [
-            _ChunkTask(self, part, in_place)
-            for batch, in_place in self._by_place(merge(attempt.batch))
+            ChunkTask(self, part, in_place)
+            for batch, in_place in self._by_place(attempt.batch)
             for part in batch.cut(max_pieces=CHUNK_PIECES, max_nbytes=max_nbytes)
         ]
         self._left = len(self.tasks)
@@ -78,12 +80,19 @@ class CopyJob:
             if self._error is None:
                 self._error = error
 
-    def verdict(self) -> Message | None:
-        """Why copying for this attempt has no meaning any more; None if it has."""
+    def known(self) -> Message | None:
+        """Why copying for this attempt has no meaning any more; None if no reason is known."""
         if self.peer.cut is not None:
             return self.peer.cut
-        if any(region.gone for region in self._used):
-            return messages.REGION_GONE
+        for region in self._used:
+            if region.gone:
+                return messages.REGION_GONE
+        return None
+
+    def verdict(self) -> Message | None:
+        """As ``known``, after a look at the peer's process."""
+        if (known := self.known()) is not None:
+            return known
         if self.peer.watch is not None and not self.peer.watch.alive():
             self._lost(self.peer)
             return messages.PEER_GONE
@@ -101,10 +110,10 @@ class CopyJob:
     # ---- called by its tasks ---------------------------------------------------------------
 
     def wanted(self) -> bool:
-        """Whether a chunk should be copied at all."""
+        """Whether a chunk should be copied at all. What that was worth is asked afterwards."""
         if self.attempt.terminal:  # its owner gave up: it only has to drain
             self.stop(messages.STOPPED.engine())
-        elif self._error is None and (wrong := self.verdict()) is not None:
+        elif self._error is None and (wrong := self.known()) is not None:
             self.stop(self._describe(wrong))
         return self._error is None
 
@@ -138,7 +147,11 @@ class CopyJob:
 
     def _read_in_place(self, target: Int64Array, source: Int64Array, size: Int64Array) -> None:
         try:
-            read_pieces(self.peer.address.pid, target, source, size, check=self.verdict_in_place)
+            read_pieces(
+                self.peer.address.pid,
+                *join(target, source, size),
+                check=self.verdict_in_place,
+            )
         except ReadFailed as failed:
             self.stop(failed.error)
 
@@ -183,6 +196,10 @@ def _addresses(batch: Batch, path: ShmPath) -> tuple[Int64Array, Int64Array, Int
     """Where the pieces begin, here and there, and their sizes."""
     members, shared = batch.members, batch.shared
     if members is None or shared is None:
+        reach = batch.reach
+        if reach is not None:  # one pair, so one base
+            here, there = path.bases[reach[0]]
+            return batch.local + here, batch.remote + there, batch.size
         pair = batch.pair
         return path.near[pair] + batch.local, path.far[pair] + batch.remote, batch.size
     near = path.near[members.pair] + members.local_base
@@ -197,23 +214,27 @@ def _addresses(batch: Batch, path: ShmPath) -> tuple[Int64Array, Int64Array, Int
     )
 
 
-class _ChunkTask:
-    """A chunk of a job, for the pool."""
+class ChunkTask:
+    """A chunk of a job."""
 
-    __slots__ = ("_batch", "_in_place", "_job")
+    __slots__ = ("_batch", "_job", "in_place", "nbytes", "pieces")
 
     def __init__(self, job: CopyJob, batch: Batch, in_place: bool) -> None:
         self._job = job
         self._batch = batch
-        self._in_place = in_place
+        self.in_place = in_place
+        self.nbytes = batch.nbytes
+        self.pieces = len(batch)
 
     def run(self, scratch: Any) -> None:
         job = self._job
         try:
             if job.wanted():
-                job.copy(self._batch, self._in_place, scratch)
-        except Exception as error:  # noqa: BLE001 - a bug of ours ends the attempt, never hides it
+                job.copy(self._batch, self.in_place, scratch)
+        except BaseException as error:  # a bug of ours ends the attempt, never hides it
             job.stop(EngineError.of(messages.BACKEND, error))
+            if not isinstance(error, Exception):  # Ctrl-C, on a thread that posts
+                raise
         finally:
             job.chunk_ended()
 

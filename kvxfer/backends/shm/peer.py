@@ -98,6 +98,8 @@ class ShmPath(Path):
         self.remote = tuple(remote)
         self.near = np.array([local.span.address for local, _ in pairs], dtype=np.int64)
         self.far = np.array([region.address for region in remote], dtype=np.int64)
+        self.bases = list(zip(self.near.tolist(), self.far.tolist(), strict=True))
+        """``(near, far)`` of each pair as Python numbers."""
         self.in_place = np.array([region.mapping is None for region in remote], dtype=bool)
         """Which pairs are read with process_vm_readv."""
         same = bool(self.in_place.all()) or not self.in_place.any()

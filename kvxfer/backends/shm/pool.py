@@ -14,7 +14,7 @@ from kvxfer.backends.shm.copying import SCRATCH_BYTES
 from kvxfer.core.limitedlog import LimitedLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
 __all__ = ["CopyPool", "Task"]
 
@@ -54,11 +54,14 @@ class CopyPool:
         self._stuck_after = stuck_after
         self._name = name
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queues: collections.OrderedDict[Hashable, collections.deque[Task]] = (
             collections.OrderedDict()
         )
         self._running: collections.Counter[Hashable] = collections.Counter()
+        self._guests: dict[Hashable, int] = {}
+        """Work of other threads than ours, under way."""
         self._idle_calls: dict[Hashable, list[Callable[[], None]]] = {}
         self._threads: set[threading.Thread] = set()
         self._began: dict[threading.Thread, float] = {}
@@ -80,6 +83,25 @@ class CopyPool:
         if refused:
             for task in tasks:
                 task.drop()
+
+    def enter(self, key: Hashable) -> bool:
+        """The calling thread begins work of its own under ``key``; False after ``stop``."""
+        with self._lock:
+            if not self._stopped:
+                self._guests[key] = self._guests.get(key, 0) + 1
+            return not self._stopped
+
+    def leave(self, key: Hashable) -> None:
+        """That work has ended."""
+        with self._lock:
+            self._guests[key] -= 1
+            if not self._guests[key]:
+                del self._guests[key]
+            if self._stopped:
+                self._changed.notify_all()
+            calls = self._calls_if_idle(key)
+        for call in calls:
+            call()
 
     def drop(self, key: Hashable) -> None:
         """Drop what is queued under ``key``. What runs goes on."""
@@ -114,7 +136,8 @@ class CopyPool:
     def stop(self, timeout: float) -> int:
         """Drop what is queued and end the threads; returns how many did not end in ``timeout`` s.
 
-        Those are daemons: they end with the call they are stuck in, or with the process.
+        Work of other threads is waited for and counted likewise.  Threads that did not end are
+        daemons: they end with the call they are stuck in, or with the process.
         """
         deadline = self._clock() + timeout
         with self._changed:
@@ -129,7 +152,10 @@ class CopyPool:
             self._call_if_idle(key)
         for thread in threads:
             thread.join(max(0.0, deadline - self._clock()))
-        return sum(thread.is_alive() for thread in threads)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._guests, max(0.0, deadline - self._clock()))
+            guests = sum(self._guests.values())
+        return sum(thread.is_alive() for thread in threads) + guests
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -189,8 +215,12 @@ class CopyPool:
 
     def _call_if_idle(self, key: Hashable) -> None:
         with self._changed:
-            if key in self._queues or self._running.get(key):
-                return
-            calls = self._idle_calls.pop(key, ())
+            calls = self._calls_if_idle(key)
         for call in calls:
             call()
+
+    def _calls_if_idle(self, key: Hashable) -> Sequence[Callable[[], None]]:
+        """Whom to call because nothing is queued or running under ``key``. Under the lock."""
+        if key in self._queues or self._running.get(key) or self._guests.get(key):
+            return ()
+        return self._idle_calls.pop(key, ())

@@ -14,6 +14,7 @@ from kvxfer.backends.shm.config import ShmConfig
 from kvxfer.backends.shm.copiers import Copier, copier
 from kvxfer.backends.shm.exports import ExportTable
 from kvxfer.backends.shm.fencing import Fencing
+from kvxfer.backends.shm.inline import InlineCopies
 from kvxfer.backends.shm.jobs import CopyJob, ProbeTask
 from kvxfer.backends.shm.loop import HandoverLoop
 from kvxfer.backends.shm.memfd import PeerAccess
@@ -114,6 +115,7 @@ class ShmTransport(Transport):
             stuck_after=self.config.stuck_after,
             name="kvxfer-shm-copy",
         )
+        self._inline = InlineCopies(self._pool, self.config.inline_nbytes)
         try:
             self._server = Server(
                 self._loop, self.config, incarnation=self.incarnation, find=self._exports.find
@@ -313,7 +315,7 @@ class ShmTransport(Transport):
                 f"{self.config.queue_pieces}",
             )
         attempt.handle = job
-        self._pool.submit(peer, job.tasks)
+        self._inline.run(peer, job.tasks)
 
     def _settled(self, job: CopyJob) -> None:
         job.attempt.handle = None
@@ -324,6 +326,7 @@ class ShmTransport(Transport):
 
     def _advance(self, budget: int) -> None:
         self._pool.relieve()
+        self._inline.renew()
 
     def cancel(self, attempt: Attempt) -> None:
         job = attempt.handle

@@ -145,10 +145,13 @@ def noise(seed, nbytes):
 
 
 class Near:
-    """A transport in this process, with memory."""
+    """A transport in this process, with memory.
+
+    Copies are for its threads unless ``inline_nbytes`` says otherwise: so a test can hold them.
+    """
 
     def __init__(self, **options):
-        self.transport = ShmTransport(ShmConfig(**options) if options else None)
+        self.transport = ShmTransport(ShmConfig(**{"inline_nbytes": 0, **options}))
         self.arrays = []
         self.regions = []
 

@@ -98,15 +98,28 @@ def test_revisions_agree():
     assert f'"REVISION", {copiers.REVISION})' in source.read_text()
 
 
-def test_vectors_of_different_lengths(built):
-    """C is never told to read beyond the end of a vector."""
-    called = []
-    built.copy = lambda *arguments: called.append(arguments)
+def test_vectors_that_are_none():
+    """C never reads beyond the end of a vector, nor takes other things for addresses."""
+    module = pytest.importorskip(
+        "kvxfer.backends.shm._copy", reason="shm's compiled copier is not built"
+    )
     long, short = np.zeros(3, np.int64), np.zeros(2, np.int64)
     for vectors in ((long, long, short), (long, short, long), (short, long, long)):
-        with pytest.raises(ValueError, match="lengths"):
-            copier().copy_pieces(*vectors, np.empty(SCRATCH_BYTES, np.uint8))
-    assert not called
+        with pytest.raises(ValueError, match=r"vectors of lengths \d, \d and \d"):
+            module.copy(*vectors)
+    for other in (
+        np.zeros(3, np.int32),
+        np.zeros(3, np.uint64),
+        np.zeros(3, ">i8"),
+        np.zeros((3, 1), np.int64),
+        np.zeros(3),
+    ):
+        with pytest.raises(TypeError, match="not a vector of int64"):
+            module.copy(long, other, long)
+    with pytest.raises(AttributeError):
+        module.copy(long, [0, 0, 0], long)
+    with pytest.raises(TypeError):
+        module.copy(long, long)
 
 
 def test_others_run_while_it_copies(each_copier):

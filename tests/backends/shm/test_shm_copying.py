@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.backends.shm.copying import SCRATCH_BYTES, merge
-from kvxfer.core.batch import Batch
+from kvxfer.backends.shm.copying import SCRATCH_BYTES, join
 
 # The fixture names a function, which no example can change.
 each_example = settings(
@@ -28,15 +27,15 @@ def plainly(memory, target, source, size):
 
 
 def check(copier, memory, half, *, target, source, size):
-    """Sources lie below ``half``, targets above: the copier agrees, also after ``merge``."""
+    """Sources lie below ``half``, targets above: the copier agrees, also after ``join``."""
     expected = plainly(memory, target + half, source, size)
-    merged = merge(Batch(np.zeros(len(size), int), target, source, size))
-    assert merged.nbytes == size.sum()
+    joined = join(target, source, size)
+    assert joined[2].sum() == size.sum()
     original, base = memory.copy(), memory.ctypes.data
-    for batch in (merged, Batch(np.zeros(len(size), int), target, source, size)):
+    for to, of, nbytes in (joined, (target, source, size)):
         memory[:] = original
         scratch = np.empty(SCRATCH_BYTES, np.uint8)
-        copier.copy_pieces(base + half + batch.local, base + batch.remote, batch.size, scratch)
+        copier.copy_pieces(base + half + to, base + of, nbytes, scratch)
         assert (memory == expected).all()
 
 
@@ -79,33 +78,18 @@ def test_unequal_pieces(each_copier, sizes, gaps, seed):
     check(each_copier, memory, half, target=target, source=source, size=size)
 
 
-def test_merge_joins_exactly_the_runs():
-    """Pieces merge if and only if they follow each other on both sides of one pair."""
-    batch = Batch(
-        [0, 0, 0, 0, 0, 0, 1],
-        [0, 10, 20, 40, 50, 60, 65],
-        [100, 110, 130, 150, 160, 170, 175],
-        [10, 10, 10, 10, 10, 5, 5],
-    )
-    assert merge(batch).lists() == (
-        [0, 0, 0, 1],
-        [0, 20, 40, 65],
+def test_join_joins_exactly_the_runs():
+    """Pieces are joined if and only if they follow each other on both sides."""
+    target = np.array([0, 10, 20, 40, 50, 60, 66])
+    source = np.array([100, 110, 130, 150, 160, 170, 175])
+    size = np.array([10, 10, 10, 10, 10, 5, 5])
+    assert [v.tolist() for v in join(target, source, size)] == [
+        [0, 20, 40, 66],
         [100, 130, 150, 175],
         [20, 10, 25, 5],
-    )
-    assert merge(batch.slice(2, 4)).lists() == batch.slice(2, 4).lists()
-
-
-def test_merge_joins_the_runs_of_every_member():
-    """Shared pieces are joined once, for all members, and the batch stays factored."""
-    batch = Batch.repeated(
-        [0, 1], [0, 1000], [0, 500], [0, 10, 20, 40], [100, 110, 130, 150], [10, 10, 10, 5]
-    )
-    merged = merge(batch)
-    assert len(merged.members) == 2
-    assert merged.shared_lists() == ([0, 20, 40], [100, 130, 150], [20, 10, 5])
-    assert merged.nbytes == batch.nbytes
-    assert merge(merged) is merged
+    ]
+    alone = [v[2:4] for v in (target, source, size)]
+    assert all(a is b for a, b in zip(join(*alone), alone, strict=True))
 
 
 @pytest.mark.parametrize("unit", [4096, 16384, 65536])

@@ -153,6 +153,33 @@ def test_when_idle(make_pool):
     assert calls[1] == ["a0", "a1"]
 
 
+def test_work_of_another_thread_counts(make_pool):
+    """Between ``enter`` and ``leave`` its key is not idle, and ``stop`` tells that it goes on."""
+    pool, calls = make_pool(), []
+    assert pool.enter("a")
+    pool.when_idle("a", lambda: calls.append("a"))
+    pool.when_idle("b", lambda: calls.append("b"))
+    assert calls == ["b"]
+    assert pool.stop(0.0) == 1
+    assert not pool.enter("a")
+    assert calls == ["b"]
+    pool.leave("a")
+    assert calls == ["b", "a"]
+    assert pool.stop(0.0) == 0
+
+
+def test_stop_waits_for_work_of_another_thread(make_pool):
+    """Until it has ended, within the time given."""
+    pool, found = make_pool(), []
+    assert pool.enter("a")
+    stopping = threading.Thread(target=lambda: found.append(pool.stop(LIMIT)))
+    stopping.start()
+    until(lambda: pool._stopped, "stopped")
+    pool.leave("a")
+    stopping.join(LIMIT)
+    assert found == [0]
+
+
 def test_stop_abandons_a_stuck_thread(make_pool):
     """``stop`` drops what is queued and does not wait for a thread longer than asked."""
     pool, notes, hold = make_pool(), Recorder(), held(make_pool)

@@ -16,10 +16,11 @@ from kvxfer.errors import InvalidInputError
 MIB = 1 << 20
 
 
-@pytest.fixture
-def near(each_copier):
-    """Transports that copy in C, and in Python: everything here holds for both."""
-    side = Near(copier=CopierChoice(each_copier.name))
+@pytest.fixture(params=[0, 1 << 30], ids=["threads", "post"])
+def near(request, each_copier):
+    """Transports that copy in C, and in Python, on threads or in ``post`` where they can:
+    everything here holds for all of them."""
+    side = Near(copier=CopierChoice(each_copier.name), inline_nbytes=request.param)
     yield side
     assert side.transport.copier.name == each_copier.name
     side.transport.close()
