@@ -584,7 +584,6 @@ LANES = {
             (PORTABLE,),
             _engine("prometheus"),
             before=(_prometheus,),
-            by_name_only=True,
         ),
         Lane("sim", "whole systems in virtual time, sabotages included", (PORTABLE,), _sim),
         Lane(

@@ -93,10 +93,13 @@ class Limits:
     transfers: int = attrs.field(default=65536, validator=at_least(1))
     """Transfers of one role that have not ended."""
     holds: int = attrs.field(default=262144, validator=at_least(1))
+    """Transfers for which a producer keeps blocks at once."""
     peers: int = attrs.field(default=4096, validator=at_least(1))
+    """Peers that are known at once; one more that dials us is refused."""
     early: int = attrs.field(default=4096, validator=at_least(1))
     """Transfer ids with messages that came before our own orders."""
     early_ttl: float = attrs.field(default=30.0, validator=seconds)
+    """For how many seconds such a message waits for the orders."""
     remembered_ttl: float = attrs.field(default=300.0, validator=seconds)
     """For how many seconds what has ended is remembered, so that a late word about it is not taken
     for new. Ten times the default lease: nothing is re-sent for so long."""
@@ -118,6 +121,7 @@ class AgentConfig:
     Attributes:
         name: for people: logs and ``PeerUp``. Need not be unique.
         fingerprint: of model, dtype and KV quantisation; both sides must agree.
+        progress: who drives the agent: a thread of ours, or ``poll``.
         lease: how long a hold lasts unless ``hold`` says otherwise. 30 s is what engines use today.
         lease_margin: how long after lease end the producer still keeps the blocks.
         min_lease: a reader does not post when less than this is left of its grant.
@@ -133,6 +137,7 @@ class AgentConfig:
         failover: when a peer is moved to the next of its backends, and when back; None: a transfer
             fails with the backend that it is on. Needs an agent of several backends.
         retry: used where ``Agent`` got no ``retry``; takes tenacity objects.
+        limits: bounds of the agent's tables.
         data_network_trusted: nobody but our own workers reaches the network over which the engines
             move bytes. With keys on, a backend whose own ports admit strangers needs this said.
         wire_versions: the oldest and newest wire version to speak. Narrow it to roll an upgrade out

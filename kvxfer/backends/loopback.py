@@ -64,12 +64,17 @@ class CopyIn(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class LoopbackConfig:
-    """``credits`` bounds the pieces queued per peer with ``CopyIn.PROGRESS`` (None: no bound)."""
+    """Settings of one transport; what it bounds, tests want to see refused."""
 
     copy_in: CopyIn = attrs.field(default=CopyIn.POST, validator=v.instance_of(CopyIn))
+    """Copy inside ``post``, or inside ``progress``."""
     max_pieces: int = attrs.field(default=2**31 - 1, validator=v.ge(1))
+    """Of one post."""
     max_nbytes: int = attrs.field(default=2**62, validator=v.ge(1))
+    """Of one post."""
     credits: int | None = attrs.field(default=None, validator=v.optional(v.ge(1)))
+    """Pieces queued per peer with ``CopyIn.PROGRESS``, beyond which ``post`` refuses. None: no
+    bound."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> LoopbackConfig:

@@ -55,7 +55,8 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.description = (
         "Starts a prefill and a decode process with KV caches of a real model's geometry, sends a "
         "stream of requests through them while faults are injected, checks every byte and every "
-        "block, and says whether all promises held: exit status 0 if so."
+        "block, and says whether all promises held: exit status 0 if so. Ctrl-C ends it early: "
+        "what is under way is finished and judged."
     )
     demo.add_argument("--backend", default="shm", help="an installed backend (kvxfer plugins)")
     demo.add_argument("--requests", type=int, default=400)

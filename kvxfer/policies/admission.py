@@ -209,6 +209,7 @@ class NoAdmission(AdmissionPolicy):
     """
 
     most_waiting: int = attrs.field(default=65536, validator=at_least(1))
+    """See ``AdmissionPolicy``."""
 
     def begin(self, capability: int | None) -> CreditLimit:
         return CreditLimit(None, capability)

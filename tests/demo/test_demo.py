@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +84,36 @@ def test_plugins_are_listed() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "kvxfer.backends.shm:ShmTransport" in done.stdout
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C, which reaches all of its processes: what is under way ends, and the result is shown
+    as always."""
+    errors = tmp_path / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvxfer", "demo", "--json", "--requests", "20000"),
+                *("--model", "llama-3.1-70b-tp8", "--metrics-port", "0"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + 100
+        while errors.read_text().count("/metrics") < 2:  # told once both run, before requests begin
+            assert process.poll() is None, errors.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.communicate()
+    result = json.loads(output)
+    assert result["held"] is True, result["broken"]
+    assert process.returncode == 0
+    assert result["requests"].get("total", 0) < 20000
+    assert not result["bytes_wrong"] + result["blocks_leaked"]

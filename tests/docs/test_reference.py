@@ -99,6 +99,7 @@ def test_configuration_is_whole(generated: ModuleType) -> None:
             assert f"\n## {name}\n" in "\n" + text
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) > 100
+    assert not [row for row in rows if not row.split(" | ")[-1].strip(" |")]  # each has a text
     assert any("`workers` | `2` | Copy threads" in row for row in rows)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,15 @@ import pytest
 from conftest import ROOT, RULES, Prometheus
 
 DASHBOARD = ROOT / "docs" / "operations" / "kvxfer-dashboard.json"
-REQUESTS = 1200
+REQUESTS = 100_000
+"""More than it gets through until it is told to end."""
 
 
 def promtool(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     program = shutil.which("promtool")
     assert program, "promtool comes with Debian's prometheus"
     return subprocess.run(
-        [program, *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=60
+        [program, *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=200
     )
 
 
@@ -46,44 +50,57 @@ def test_each_alert_fires_on_its_symptom_and_not_before(tmp_path: Path) -> None:
     assert fired == names
 
 
-def start_demo() -> tuple[subprocess.Popen[str], list[str]]:
-    """The demo with its status ports, and where they are."""
-    words = ["demo", "--json", "--metrics-port", "0", "--requests", str(REQUESTS)]
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "kvxfer", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert demo.stderr is not None
-    targets = []
-    while len(targets) < 2:
-        line = demo.stderr.readline()
-        assert line, "the demo ended before it served anything"
-        targets += re.findall(r"http://([\d.:]+)/metrics", line)
-    return demo, targets
+class Demo:
+    """``kvxfer demo`` with its status ports. It runs until it is told to end: however long a server
+    takes to start on a busy machine, there is something to scrape."""
+
+    def __init__(self, folder: Path) -> None:
+        self._errors = folder / "demo.log"
+        words = ["demo", "--json", "--metrics-port", "0", "--requests", str(REQUESTS)]
+        # Into a file: a pipe that nobody reads would hold it up.
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvxfer", *words],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.targets: list[str] = []
+        until = time.monotonic() + 200
+        while len(self.targets) < 2:
+            self.alive()
+            assert time.monotonic() < until, self._errors.read_text()
+            time.sleep(0.1)
+            self.targets = re.findall(r"http://([\d.:]+)/metrics", self._errors.read_text())
+
+    def alive(self) -> None:
+        assert self.process.poll() is None, self._errors.read_text()
+
+    def end(self) -> dict[str, Any]:
+        """Ctrl-C; what it tells."""
+        self.alive()
+        self.process.send_signal(signal.SIGINT)
+        output, _ = self.process.communicate(timeout=200)
+        assert output, self._errors.read_text()
+        told: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return told
 
 
 @pytest.fixture
-def demo() -> Any:
-    process, targets = start_demo()
-    yield process, targets
-    if process.poll() is None:
-        process.kill()
-    process.communicate()
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    demo = Demo(tmp_path)
+    yield demo
+    demo.process.kill()
+    demo.process.communicate()
 
 
-@pytest.mark.timeout(400)
-def test_the_demo_is_scraped(
-    demo: tuple[subprocess.Popen[str], list[str]],
-    prometheus: Callable[[Sequence[str]], Prometheus],
-) -> None:
+@pytest.mark.timeout(900)
+def test_the_demo_is_scraped(demo: Demo, prometheus: Callable[[Sequence[str]], Prometheus]) -> None:
     """While the demo runs with its faults: both processes are scraped, promtool finds nothing to
     complain of, all rules are evaluated without an error, and every query of the dashboard is
     answered. At the end the counts of Prometheus are no more than the demo tells."""
-    process, targets = demo
-    server = prometheus(targets)
-    with urllib.request.urlopen(f"http://{targets[1]}/metrics", timeout=30) as reply:
+    server = prometheus(demo.targets)
+    with urllib.request.urlopen(f"http://{demo.targets[1]}/metrics", timeout=30) as reply:
         text = reply.read().decode()
     linted = promtool("check", "metrics", stdin=text)
     assert linted.returncode == 0, linted.stdout + linted.stderr
@@ -93,20 +110,17 @@ def test_the_demo_is_scraped(
     moved = "sum(increase(kvxfer_transfer_bytes_total[1m])) > 0"
     server.until("bytes have moved", lambda: bool(server.query(moved)))
     check_rules(server)
-    output, errors = process.communicate(timeout=300)
-    assert output, errors
+    check_dashboard(server)
+    refused = 'kvxfer_posts_retried_total{kind="backpressure"}'
+    server.until("a refused post is seen", lambda: most(server, refused) > 0)
+    server.until("a transfer is seen", lambda: most(server, "kvxfer_transfer_seconds_count") > 0)
     # Whether it held is the demo lane's question: a machine that stalls for seconds fails leases.
-    told = json.loads(output.splitlines()[-1])
-    # The moment of the last scrape: a little before the end, and nothing is stale then.
-    last = values(server.query("min(max_over_time(timestamp(kvxfer_info)[10m:500ms]))"))[0]
-    check_dashboard(server, last)
+    told = demo.end()
     begun = most(server, 'kvxfer_transfers_begun_total{verb="hold"}')
-    assert 0 < begun <= REQUESTS
+    assert 0 < begun <= told["requests"]["total"]
     for name, count in told["retries"].items():
         kind = name.removeprefix("posts.retried.")
         assert most(server, f'kvxfer_posts_retried_total{{agent="decode",kind="{kind}"}}') <= count
-    assert most(server, 'kvxfer_posts_retried_total{kind="backpressure"}') > 0
-    assert most(server, "kvxfer_transfer_seconds_count") > 0
 
 
 def values(samples: Sequence[dict[str, Any]]) -> list[float]:
@@ -114,8 +128,8 @@ def values(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def most(server: Prometheus, series: str) -> float:
-    """The greatest value that was scraped."""
-    return values(server.query(f"max(max_over_time({series}[10m]))"))[0]
+    """The greatest value that was scraped; 0 if there is none."""
+    return max(values(server.query(f"max(max_over_time({series}[20m]))")), default=0.0)
 
 
 def check_rules(server: Prometheus) -> None:
@@ -130,13 +144,15 @@ def check_rules(server: Prometheus) -> None:
     server.until("all rules are evaluated", evaluated)
 
 
-def check_dashboard(server: Prometheus, at: float) -> None:
+def check_dashboard(server: Prometheus) -> None:
     """As Grafana would ask, with "all" in each variable."""
     panels = [p for p in json.loads(DASHBOARD.read_text())["panels"] if p["type"] != "row"]
     for panel in panels:
         for target in panel["targets"]:
             expression = target["expr"].replace("$__rate_interval", "1m")
             expression = re.sub(r"\$(job|instance|agent)", ".*", expression)
-            found = server.query(expression, at)
-            if "> 0" not in expression:  # those show what went wrong, and that may be nothing
-                assert found, f"{panel['title']}: no data for {expression}"
+            answered = partial(server.query, expression)
+            if "> 0" in expression:  # those show what went wrong, and that may be nothing
+                answered()
+            else:
+                server.until(f"{panel['title']}: data for {expression}", answered)

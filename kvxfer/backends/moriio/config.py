@@ -121,15 +121,19 @@ class MoriioConfig:
     poll_cq_mode: PollMode = attrs.field(
         default=PollMode.POLLING, validator=v.instance_of(PollMode)
     )
+    """How the engine's own thread looks for completions."""
     enable_notification: bool = _flag(False)
     """The engine's own notifications. kvxfer does not read them, they take room in the send queue,
     and a failed one poisons the status of good data: off."""
     notif_per_qp: int = _number(1024, 1, 65535)
+    """Entries for notifications per queue pair, where they are enabled."""
     enable_transfer_chunking: bool = _flag(False)
     """Cut what is larger than ``chunk_bytes`` and spread it over queue pairs and NICs: makes
     refusals partial."""
     chunk_bytes: int = _number(65536, 4096, _MOST)
+    """Bytes of a chunk, where chunking is enabled."""
     max_chunks_per_transfer: int = _number(64, 1, _MOST)
+    """Chunks of one transfer at most, where chunking is enabled."""
     num_nics_per_transfer: int = _number(1, 1, 64)
     """NICs that share each transfer. More than one makes refusals partial."""
 
@@ -138,11 +142,15 @@ class MoriioConfig:
     xgmi: bool = _flag(False)
     """Also make the engine's XGMI backend, for GPUs of one node. Never run on hardware."""
     xgmi_num_streams: int = _number(64, 1, 4096)
+    """GPU streams of that backend."""
     xgmi_num_events: int = _number(64, 1, 4096)
+    """GPU events of that backend."""
     fabric: bool = _flag(False)
     """Also make the engine's FABRIC backend, for GPUs of one pod. Never run on hardware."""
     fabric_num_streams: int = _number(64, 1, 4096)
+    """GPU streams of that backend."""
     fabric_num_events: int = _number(64, 1, 4096)
+    """GPU events of that backend."""
 
     # ---- ours
 

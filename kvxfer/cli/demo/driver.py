@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from kvxfer.cli.demo.plan import DemoPlan, Request
@@ -86,6 +88,7 @@ class Demo:
         self.inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]] = queue.SimpleQueue()
         self._by_id = {r.transfer_id: r for r in self.requests}
         self._next = 0
+        self._last = len(self.requests)
         self._open: set[tuple[str, str]] = set()
         self.prefill = Child(plan, "prefill", self.inbox)
         self.decode = Child(plan, "decode", self.inbox)
@@ -99,7 +102,13 @@ class Demo:
 
     @property
     def over(self) -> bool:
-        return self._next == len(self.requests) and not self._open
+        return self._next >= self._last and not self._open
+
+    def stop(self) -> None:
+        """Begin no more requests: the run is over when those that are open have ended. Any thread,
+        signal handlers included."""
+        self._last = 0
+        self.inbox.put((self.prefill, {"op": "stop"}))  # so that ``step`` returns
 
     def step(self, timeout: float = _STALL) -> dict[str, Any]:
         """Take one message from a child and act on it.
@@ -147,7 +156,7 @@ class Demo:
         self._feed()
 
     def _feed(self) -> None:
-        while self._next < len(self.requests) and len(self._open) < 2 * self.plan.in_flight:
+        while self._next < self._last and len(self._open) < 2 * self.plan.in_flight:
             request = self.requests[self._next]
             self._next += 1
             self._open |= {("prefill", request.transfer_id), ("decode", request.transfer_id)}
@@ -191,9 +200,31 @@ class Demo:
                 return
 
 
+@contextlib.contextmanager
+def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Have the first Ctrl-C call ``stop``; the next one is an exception again."""
+
+    def interrupted(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    if threading.current_thread() is not threading.main_thread():  # those get no signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """The whole demo; returns the exit status."""
-    with Demo(plan) as demo, show(demo.report, as_json=as_json) as progress:
+    """The whole demo; returns the exit status. Ctrl-C ends it early, in an orderly way."""
+    with (
+        Demo(plan) as demo,
+        _interrupts(demo.stop),
+        show(demo.report, as_json=as_json) as progress,
+    ):
         demo.start()
         while not demo.over:
             message = demo.step()

@@ -105,7 +105,7 @@ class Report:
         if expired:
             broken.append(f"{expired} holds expired although their readers were alive")
         if self.plan.level.posts:
-            least = self.plan.requests // 100
+            least = self.requests["total"] // 100
             for name in (
                 *(k.value for k in self.plan.level.posts),
                 "lost_messages",

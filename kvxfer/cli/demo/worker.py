@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 import random
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ class Worker:
     """One child process. Commands are JSON lines on stdin, messages JSON lines on stdout."""
 
     def __init__(self, plan: DemoPlan, name: str, *, faulty_posts: bool) -> None:
+        # Ctrl-C reaches every process of a terminal: the parent decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if plan.faults != "none" or plan.sabotage is not None:
             # What is broken on purpose is in the table at the end; a warning would alarm.
             logging.getLogger("kvxfer").setLevel(logging.ERROR)

@@ -48,11 +48,14 @@ class ConnectorConfig:
     name and revision, which then must be equal on both sides."""
 
     bind_host: str = ControlConfig().bind_host
+    """Where the control channel listens, see ``ControlConfig``. Loopback by default."""
     advertise_host: str | None = None
+    """Under which host peers reach it, where that is another; see ``ControlConfig``."""
     port_range: str | None = None
-    """See ``ControlConfig``: where the control channel listens. Loopback by default."""
+    """On which ports it may listen, such as ``"7000-7100"``; see ``ControlConfig``."""
 
     secret_key_file: str | None = attrs.field(default=None, validator=v.optional(_is(str)))
+    """The file with our own key pair's secret half: see ``Security``."""
     allowed_keys: str | None = attrs.field(default=None, validator=v.optional(_is(str)))
     """Keys of the control channel, both or neither: see ``Security``. Needed beyond loopback."""
 
@@ -65,12 +68,16 @@ class ConnectorConfig:
     lease: float = AgentConfig().lease
     """How long prefill keeps a finished request's blocks for decode."""
     lease_margin: float = AgentConfig().lease_margin
+    """How long after a lease's end prefill frees the blocks: see ``AgentConfig``."""
 
     connect_timeout: float = Timeouts().connect
+    """``Timeouts.connect``."""
     queue_timeout: float = Timeouts().queue
+    """``Timeouts.queue``."""
     transfer_timeout: float = Timeouts().transfer
+    """``Timeouts.transfer``."""
     drain_timeout: float = Timeouts().drain
-    """See ``Timeouts``."""
+    """``Timeouts.drain``."""
 
     accept_timeout: float = 120.0
     """WRITE: how long decode waits for a push, from when it has blocks for it: the time that
