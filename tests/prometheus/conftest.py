@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "docs" / "operations" / "kvxfer-alerts.yml"
 
 
+class NotReady(OSError):
+    """It listens, and still loads what it has stored."""
+
+
 class Prometheus:
     """A real server that scrapes ``targets`` every two seconds and evaluates our rules."""
 
@@ -50,13 +54,19 @@ class Prometheus:
             )
 
     def get(self, path: str, **query: str) -> Any:
-        """The ``data`` of an answer; a refusal fails with Prometheus' own words."""
+        """The ``data`` of an answer; a refusal fails with Prometheus' own words.
+
+        Raises:
+            OSError: it does not answer yet.
+        """
         url = f"{self.url}/{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as reply:
                 answer = json.load(reply)
         except urllib.error.HTTPError as error:
             with error:
+                if error.code == 503:
+                    raise NotReady(url) from None
                 raise AssertionError(f"{query}: {error.read().decode()}") from None
         assert answer["status"] == "success", answer
         return answer["data"]
@@ -75,7 +85,7 @@ class Prometheus:
                 if true():
                     return
             except OSError:
-                pass  # it does not listen yet
+                pass  # it does not listen yet, or is not ready
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.log.read_text()}"
             time.sleep(0.2)
 

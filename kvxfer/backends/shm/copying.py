@@ -63,7 +63,7 @@ def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratc
         order = np.argsort(source)
         to = _slots(target[order], unit)
         of = None if to is None else _slots(source[order], unit)
-        if to is not None and of is not None:
+        if to is not None and of is not None and not _holds(to[0], scratch):
             _copy_staged(to, of, unit, scratch)
             return
     # The whole loop runs without bytecode.
@@ -77,6 +77,16 @@ def _slots(address: Int64Array, unit: int) -> tuple[Any, Int64Array] | None:
     base = int(address.min())
     slot, rest = np.divmod(address - base, unit)
     return None if rest.any() else (_items(base, int(slot.max()) + 1, unit), slot)
+
+
+def _holds(items: Any, scratch: Any) -> bool:
+    """Whether the staging area lies somewhere between the pieces.
+
+    numpy would then take the two for one array that overlaps itself, and copy all that lies between
+    the pieces first: memory of others, or none.
+    """
+    first, begin = items.ctypes.data, scratch.ctypes.data
+    return bool(begin < first + items.nbytes and first < begin + scratch.nbytes)
 
 
 def _copy_staged(

@@ -23,6 +23,7 @@ from kvxfer.core.events import Event
 from kvxfer.core.plugins import create_transport
 from kvxfer.core.transport import Transport
 from kvxfer.policies.breaker import BreakerPolicy
+from kvxfer.policies.retry import Budget, RetryPolicy
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.faults import FaultPlan, FaultPoint
 from kvxfer.testing.faulty import FaultyTransport
@@ -69,8 +70,12 @@ class Worker:
                 fingerprint=plan.model,
                 lease=plan.lease,
                 lease_margin=0.5,
-                # Connections fail here more often than any real one may: a breaker would open.
+                # Connections fail here more often than any real one may: a breaker would open, and
+                # of some hundred requests one would meet four failures in a row.
                 breaker=None if plan.faults != "none" else BreakerPolicy(),
+                retry=RetryPolicy(budget=Budget(reposts=12, rebuilds=9))
+                if plan.faults != "none"
+                else None,
             ),
             timeouts=Timeouts(connect=5, queue=8, transfer=8, drain=2),
             channel=self.channel,

@@ -5,6 +5,9 @@ Everything here holds for the compiled copier and for the one in Python.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -158,6 +161,33 @@ def test_bulk_at_any_alignment(each_copier, largest, seed):
     half = int(step.sum()) + 128
     memory = rng.integers(0, 256, 2 * half, dtype=np.uint8)
     check(each_copier, memory, half, target=target, source=source, size=size)
+
+
+@pytest.mark.parametrize("side", ["target", "source"])
+def test_what_lies_between_the_pieces_is_not_touched(each_copier, side):
+    """Pieces of several regions, with memory that nobody may touch between them, and the staging
+    area: numpy must not take all of that for one array."""
+    unit, count = 4096, 20
+    area = mmap.mmap(-1, 64 * unit + SCRATCH_BYTES)
+    memory = np.frombuffer(area, np.uint8)
+    base = memory.ctypes.data
+    memory[:] = np.random.default_rng(4).integers(0, 256, len(memory), dtype=np.uint8)
+    low, high = np.arange(count) * unit, len(memory) - (np.arange(count) + 1) * unit
+    spread = np.where(np.arange(count) % 2, low, high)
+    forbidden = base + 22 * unit
+    scratch = memory[24 * unit : 24 * unit + SCRATCH_BYTES]
+    other = np.random.default_rng(5).integers(0, 256, count * unit, dtype=np.uint8)
+    at = other.ctypes.data + np.arange(count) * unit
+    target, source = (base + spread, at) if side == "target" else (at, base + spread)
+    expected = memory.reshape(-1, unit)[spread // unit].copy()
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(forbidden), unit, 0) == 0
+    each_copier.copy_pieces(target, source, np.full(count, unit, np.int64), scratch)
+    assert protect(ctypes.c_void_p(forbidden), unit, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    if side == "target":
+        assert (memory.reshape(-1, unit)[spread // unit].reshape(-1) == other).all()
+    else:
+        assert (other.reshape(-1, unit) == expected).all()
 
 
 @pytest.mark.parametrize("shift", [-(2**20), -4097, -1, 1, 63, 2**20])
