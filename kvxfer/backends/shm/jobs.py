@@ -80,19 +80,13 @@ class CopyJob:
             if self._error is None:
                 self._error = error
 
-    def known(self) -> Message | None:
-        """Why copying for this attempt has no meaning any more; None if no reason is known."""
+    def verdict(self) -> Message | None:
+        """Why copying for this attempt has no meaning any more; None if it has."""
         if self.peer.cut is not None:
             return self.peer.cut
         for region in self._used:
             if region.gone:
                 return messages.REGION_GONE
-        return None
-
-    def verdict(self) -> Message | None:
-        """As ``known``, after a look at the peer's process."""
-        if (known := self.known()) is not None:
-            return known
         if self.peer.watch is not None and not self.peer.watch.alive():
             self._lost(self.peer)
             return messages.PEER_GONE
@@ -110,10 +104,10 @@ class CopyJob:
     # ---- called by its tasks ---------------------------------------------------------------
 
     def wanted(self) -> bool:
-        """Whether a chunk should be copied at all. What that was worth is asked afterwards."""
+        """Whether a chunk should be copied at all."""
         if self.attempt.terminal:  # its owner gave up: it only has to drain
             self.stop(messages.STOPPED.engine())
-        elif self._error is None and (wrong := self.known()) is not None:
+        elif self._error is None and (wrong := self.verdict()) is not None:
             self.stop(self._describe(wrong))
         return self._error is None
 

@@ -1,4 +1,4 @@
-"""Baselines: a memmove per block in this process, and the engine's own call without kvxfer.
+"""Baselines: the same copies within this process, and the engine's own call without kvxfer.
 
 The backends' own objects are used, so that the engine is the same and has the same connections.
 """
@@ -27,7 +27,7 @@ Baseline = Callable[[Batch], None]
 
 
 def memmove_call(rig: Rig) -> Baseline:
-    """One memmove per block, on this thread, from memory of the same kind in this process."""
+    """The same blocks, neighbours as one, on this thread, from memory of this process."""
     from kvxfer.backends.shm.copiers import copier
     from kvxfer.backends.shm.copying import SCRATCH_BYTES
 
