@@ -139,6 +139,16 @@ SOURCE_ONLY = (
 )
 """Parts of the portable suite that are about the source tree itself."""
 
+ONCE_IS_ENOUGH = (
+    "tests/conformance/test_conformance_shm.py",
+    "tests/fuzz",
+    "tests/layout/test_layout_property.py",
+    "tests/layout/test_layout_sweep.py",
+    "tests/policies/test_retry_properties.py",
+)
+"""What the portable lane has and another Python need not repeat: thousands of drawn examples of
+arithmetic, and the contract for shm, which the lane of the wheel runs by name instead."""
+
 NEEDS_TORCH = r"\btorch\b"
 NEEDS_COMPILER = r"shm's compiled copier is not built"
 BY_CAPABILITY = r"\bby capability: "
@@ -388,7 +398,7 @@ def _installed(run: LaneRun, ready: Sequence[Ready]) -> None:
         _, where = run.program([python, "-c", program], cwd=away, quiet=True)
         site = str(python.parent.parent)
         run.check("kvxfer is the installed one", where.startswith(site), where.strip())
-        ignored = _without((*SOURCE_ONLY, *LONG, *DOCS_ONLY))
+        ignored = _without((*SOURCE_ONLY, *LONG, *DOCS_ONLY, *ONCE_IS_ENOUGH))
         run.pytest(python, "tests", *ignored, cwd=away)
         _by_name(run, python, "shm")
     run.pytest(python, *(part for part in SOURCE_ONLY if part not in LONG))
