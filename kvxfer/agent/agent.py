@@ -803,6 +803,39 @@ class Agent:
         self._check_open()
         self._call(lambda now: _ignore(self._engine.producer.abort_push(transfer_id, now)))
 
+    def settle_push(self, transfer_id: str, timeout: float) -> bool:
+        """Wait until nothing reads the blocks that were pushed so far; the push goes on after it.
+
+        For blocks that are about to be overwritten, by a request that will be computed again into
+        others. What is not out of them after ``timeout`` seconds, or waits for a consumer that has
+        not accepted yet, is given up as by ``abort_push``.
+
+        Returns:
+            False if it was given up. True for an id that is not being pushed, too.
+
+        Raises:
+            InvalidInputError: called on the progress thread, from an observer or a callback.
+        """
+        transfer_id = arguments.text_id("transfer_id", transfer_id)
+        end = self.clock.now() + arguments.timeout("timeout", timeout)
+        self._refuse_inside("settle_push")
+        self._check_open()
+        found: list[bool | None] = []
+
+        def look(_now: float) -> None:
+            found.append(self._engine.producer.reading(transfer_id))
+
+        while True:
+            self._call(look)
+            if found[-1] is False:
+                return True
+            left = end - self.clock.now()
+            if found[-1] is None or left <= 0:
+                self.abort_push(transfer_id)
+                return False
+            if self._pump is not None or not self._driver.drive(lambda: False, left):
+                threading.Event().wait(min(left, self.config.pump_interval))
+
     def _abort_handle(self, handle: TransferHandle) -> None:
         """Only while it is this handle's transfer: the id may be in use again."""
         entry = self._open.get(handle.role, handle.transfer_id)

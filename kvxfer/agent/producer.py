@@ -483,6 +483,16 @@ class Producer:
         push.seal(payload)
         return True
 
+    def reading(self, transfer_id: str) -> bool | None:
+        """Whether what was submitted is yet to be read from its blocks; None if nobody knows when.
+
+        False as well if there is no such push.
+        """
+        push = self.pushes.get(transfer_id)
+        if push is None or not push.reading:
+            return False
+        return True if push.granted and not push.over else None
+
     def abort_push(self, transfer_id: str, now: float) -> bool:
         push = self.pushes.get(transfer_id)
         if push is None:

@@ -130,6 +130,16 @@ class Push:
         """Submits that are not parts yet, over all targets."""
         return sum(len(self._specs) - len(t.parts) for t in self._targets)
 
+    @property
+    def granted(self) -> bool:
+        """Every consumer rank has said where the bytes go."""
+        return all(target.ref is not None for target in self._targets)
+
+    @property
+    def reading(self) -> bool:
+        """Whether something that was submitted has not left its source blocks, all of it."""
+        return self.queued > 0 or not all(p.settled and p.drained for p in self._parts())
+
     def add(self, spec: PushSpec) -> None:
         self._specs.append(spec)
         self._producer.queued += len(self._targets)

@@ -12,7 +12,7 @@ from kvxfer.agent import SchedulerAgent
 from kvxfer.agent.orders import DeclineOrder, PushOrder, RenewOrder, SealOrder
 from kvxfer.core.events import Failed, Received, Role, Sent
 from kvxfer.errors import ErrorKind, InvalidInputError
-from kvxfer.testing.faults import Fault, FaultKind
+from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
 
 
 def scheduler(node: Node, rig: Rig) -> SchedulerAgent:
@@ -126,6 +126,36 @@ def test_an_aborted_push_is_not_sealed_afterwards(rig: Rig) -> None:
     p.agent.abort_push("x")
     p.agent.abort_push("unknown")
     assert c.of(Received, "x")
+
+
+def test_a_push_settles_before_its_blocks_are_overwritten(rig: Rig) -> None:
+    """Once what was pushed is out of the source blocks they may be another's, and the push goes on
+    from others. What is not out of them in time, or waits for a consumer, is given up."""
+    p, c = rig.node("p"), rig.node("c")
+    to = c.agent.endpoint
+    content = p.content([7, 8])
+    c.agent.accept("w", at(0, 3, 4))
+    p.agent.push("w", at(0, 7), to=to)
+    rig.pass_time(0.3)
+    assert p.agent.settle_push("w", 0.0)
+    for tensor in p.memory.values():
+        tensor[:, 7] = 0  # somebody else's from here on
+    p.agent.push("w", at(1, 8), to=to)
+    p.agent.seal("w")
+    rig.run(lambda: bool(c.of(Received, "w")) and bool(p.of(Sent, "w")))
+    assert c.content([3, 4]) == content
+
+    p.transport.plan = FaultPlan(posts=[Fault(kind=FaultKind.LATE)])  # type: ignore[attr-defined]
+    c.agent.accept("late", at(0, 5))
+    p.agent.push("late", at(0, 8), to=to)
+    rig.pass_time(0.3)
+    assert not p.agent.settle_push("late", 0.0)
+    p.agent.push("early", at(0, 8), to=to)
+    rig.pass_time(0.3)
+    assert not p.agent.settle_push("early", 5.0), "no consumer has accepted it"
+    p.transport.release()  # type: ignore[attr-defined]
+    rig.run(lambda: bool(p.of(Failed, "late")) and bool(p.of(Failed, "early")))
+    assert p.agent.settle_push("unknown", 0.0)
 
 
 def test_caches_can_be_let_go_and_registered_again(rig: Rig) -> None:

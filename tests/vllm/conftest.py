@@ -41,6 +41,7 @@ class Kind:
 
 FAULTY = {"name": "FaultyConnector", "module": "faulty_connector"}
 MANY = {"num_gpu_blocks_override": 256, "max_num_seqs": 32}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
 NIXL = {"UCX_MODULES": "^ib", "UCX_TLS": "tcp"}
 ENGINES = {
@@ -53,9 +54,13 @@ ENGINES = {
     "decode": Kind(connector("kv_consumer", policy="recompute", write=True, share_caches=True)),
     "strict": Kind(connector("kv_consumer", policy="fail", drain_timeout=1.0, **FAULTY), MANY),
     "crowded": Kind(connector("kv_producer", **FAULTY), MANY),
-    "prefill_nixl": Kind(connector("kv_producer", backend="nixl"), environment=NIXL),
+    "prefill_tp2": Kind(connector("kv_producer", write=True), TWO_RANKS),
+    "decode_tp2": Kind(
+        connector("kv_consumer", policy="recompute", write=True, share_caches=True), TWO_RANKS
+    ),
+    "prefill_nixl": Kind(connector("kv_producer", backend="nixl", write=True), {}, NIXL),
     "decode_nixl": Kind(
-        connector("kv_consumer", policy="recompute", backend="nixl"), environment=NIXL
+        connector("kv_consumer", policy="recompute", backend="nixl", write=True), {}, NIXL
     ),
 }
 

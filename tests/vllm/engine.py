@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -19,10 +21,36 @@ def rank_state(_: Any) -> dict[str, Any]:
     snapshot = worker.agent.snapshot()
     tables = {
         **snapshot.tables,
-        "worker holds": len(worker._holds),
-        "worker loads": len(worker._loads),
+        "worker holds": len(worker.outcomes.holds),
+        "worker loads": len(worker.outcomes.loads),
     }
     return {"address": worker.agent.address, "counters": snapshot.counters, "tables": tables}
+
+
+def spoil_rank(worker: Any, how: str) -> None:
+    """See ``Engine.spoil``. Runs in the process of one rank."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group().worker
+    vars(half).pop("finished", None)
+    if not how:
+        return
+    honest, layers = half.finished, worker.model_runner.kv_caches
+
+    def finished() -> Any:
+        loads = {load.request_id: load for load, _ in half.outcomes.loads.values()}
+        found = honest()
+        for request_id in found.loaded:
+            (blocks,) = loads[request_id].blocks
+            for layer in layers:
+                if how == "zero":
+                    for block in blocks:
+                        layer[block].zero_()
+                else:
+                    layer[blocks[0]].copy_(layer[blocks[-1]])
+        return found
+
+    half.finished = finished
 
 
 def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -38,7 +66,11 @@ class Engine:
         self, model: str, connector: dict[str, Any] | None, arguments: dict[str, Any]
     ) -> None:
         from vllm import LLM
+        from vllm.v1.executor import multiproc_executor
 
+        # vLLM spawns its ranks on CPU, and each imports it anew for 15 s of a core. This process
+        # is young and has no threads yet: its ranks may be forks of it.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         options: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -57,12 +89,16 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
-        self.connected = connector is not None
-        self.spoilt: list[int] = []
+        self.connected = connector is not None and "kv_connector_module_path" in connector
         self.preemptions = 0
         self._numbers = itertools.count()
         self._outputs: dict[str, dict[str, Any]] = {}
-        self._honest: Any = None
+        self._first: dict[str, float] = {}
+        """By vLLM's request id: when it was first computed."""
+        self._ended = 0.0
+        """The last step."""
+        self._computed = 0
+        """Tokens in the last step."""
         self._stats: Any = None
         self.in_process = options.get("tensor_parallel_size", 1) == 1
         if self.connected and self.in_process:
@@ -74,6 +110,17 @@ class Engine:
             return preempt(*arguments, **more)
 
         self.scheduler._preempt_request = counted
+        schedule = self.scheduler.schedule
+
+        def watched(*arguments: Any, **more: Any) -> Any:
+            output = schedule(*arguments, **more)
+            self._computed = output.total_num_scheduled_tokens
+            now = time.monotonic()
+            for request_id in output.num_scheduled_tokens:
+                self._first.setdefault(request_id, now)
+            return output
+
+        self.scheduler.schedule = watched
 
     def close(self) -> None:
         if not self.in_process:
@@ -120,7 +167,11 @@ class Engine:
             self._step()
 
     def _step(self) -> None:
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        self._ended = time.monotonic()
+        if not self._computed:
+            time.sleep(0.001)  # as vLLM's own loop does: other threads have something to do
+        for output in outputs:
             if output.finished:
                 samples = sorted(output.outputs, key=lambda sample: sample.index)
                 self._outputs[output.request_id] = {
@@ -129,7 +180,14 @@ class Engine:
                     "finish": samples[0].finish_reason,
                     "kv": output.kv_transfer_params,
                     "cached": output.num_cached_tokens,
+                    **self._when(output.request_id),
                 }
+
+    def _when(self, request_id: str) -> dict[str, float]:
+        """Of a request that has just finished; seconds of a clock that all processes share."""
+        ours = [name for name in self._first if name.startswith(request_id)]
+        first = [self._first.pop(name) for name in ours]
+        return {"first": min(first, default=0.0), "ended": self._ended}
 
     def finish(self, ids: list[str]) -> list[dict[str, Any]]:
         """Step until these have finished."""
@@ -192,15 +250,18 @@ class Engine:
             half = self.scheduler.connector.scheduler
             state["addresses"] = [rank["address"] for rank in ranks]
             state["counters"] = added(rank["counters"] for rank in ranks)
-            state["bytes"] = [rank["counters"].get("pull.bytes", 0) for rank in ranks]
+            state["bytes"] = [
+                sum(rank["counters"].get(name, 0) for name in ("pull.bytes", "push.bytes"))
+                for rank in ranks
+            ]
             state["tables"] = {
                 **added(rank["tables"] for rank in ranks),
-                "scheduler loads": len(half._loading),
-                "scheduler queue": len(half._waiting),
-                "scheduler leads": len(half._leads),
-                "scheduler prefills": len(half._prefills),
-                "scheduler pushes": len(half._pushing),
-                "scheduler aside": len(half._aside),
+                "scheduler loads": len(half.loads.loading),
+                "scheduler queue": len(half.loads.waiting),
+                "scheduler leads": len(half.loads.leads),
+                "scheduler prefills": len(half.pushes.prompts),
+                "scheduler pushes": len(half.pushes.moving),
+                "scheduler aside": len(half.aside),
                 "scheduler transfers": len(half.agent),
                 "scheduler renewals": len(half.agent._kept),
             }
@@ -216,12 +277,28 @@ class Engine:
     def worker(self) -> Any:
         return self.connector.worker
 
+    def landed(self, transfer_id: str) -> bool:
+        """Whether all that was pushed so far is out of its blocks."""
+        push = self.worker.agent._engine.producer.pushes.get(transfer_id)
+        return push is not None and push.granted and not push.reading
+
+    def pushed(self, transfer_id: str) -> int:
+        """Blocks of a prompt that have been pushed so far."""
+        prompts = self.scheduler.connector.scheduler.pushes.prompts.values()
+        return sum(p.pushed for p in prompts if p.push.transfer_id == transfer_id)
+
     def injected(self) -> dict[str, int]:
         found: dict[str, int] = self.connector.injected()
         return found
 
     def inject(self, **faults: Any) -> None:
         self.connector.inject(**faults)
+
+    def allocated(self) -> list[int]:
+        """Ids of the blocks that some request has now."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
+        return [b.block_id for b in pool.blocks if not b.is_null and b.block_id not in free]
 
     def recompute(self, on: bool) -> None:
         """``kv_load_failure_policy``, changed while it runs."""
@@ -234,6 +311,12 @@ class Engine:
     def occupy(self, seqs: int) -> None:
         """At most so many requests run at once; others wait in the queue."""
         self.scheduler.max_num_active_reqs = seqs
+
+    def unpin(self) -> None:
+        """Let all threads run on every core."""
+        cores = range(os.cpu_count() or 1)
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
 
     def lease(self, seconds: float) -> None:
         """Holds that begin from now on last that long."""
@@ -270,31 +353,9 @@ class Engine:
         return [before, self.worker.agent.address]
 
     def spoil(self, how: str) -> None:
-        """Negative controls: spoil what was loaded before vLLM hears that it is there.
+        """Negative controls: in all ranks, spoil what was loaded before vLLM hears of it.
 
         ``zero`` zeroes all blocks; ``block`` puts the last block of a load in the place of its
         first; an empty text restores honesty.
         """
-        worker = self.worker
-        if self._honest is not None:
-            worker.finished, self._honest = self._honest, None
-        if not how:
-            return
-        honest = self._honest = worker.finished
-        layers = self.core.model_executor.driver_worker.worker.model_runner.kv_caches
-
-        def finished() -> Any:
-            loads = {load.request_id: load for load, _ in worker._loads.values()}
-            found = honest()
-            for request_id in found.loaded:
-                (blocks,) = loads[request_id].blocks
-                for layer in layers:
-                    if how == "zero":
-                        for block in blocks:
-                            layer[block].zero_()
-                    else:
-                        layer[blocks[0]].copy_(layer[blocks[-1]])
-                self.spoilt.extend(blocks)
-            return found
-
-        worker.finished = finished
+        self.core.model_executor.collective_rpc(spoil_rank, args=(how,))

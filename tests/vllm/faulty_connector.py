@@ -47,7 +47,13 @@ class FaultyConnector(KvxferConnector):
             super().__init__(vllm_config, role, kv_cache_config)
 
     def inject(
-        self, *, refuse: float = 0.0, late: float = 0.0, lose: float = 0.0, hold: int = 0
+        self,
+        *,
+        refuse: float = 0.0,
+        late: float = 0.0,
+        lose: float = 0.0,
+        hold: int = 0,
+        unfenced: bool = False,
     ) -> None:
         """From now on.
 
@@ -55,6 +61,7 @@ class FaultyConnector(KvxferConnector):
             refuse, late: probabilities per post: it is refused, or lands ``LATE_SECONDS`` later.
             lose: probability per control message: it is lost; and the same that it comes twice.
             hold: so many of the next posts land only when they are released.
+            unfenced: no fence can be had.
         """
         chances = {
             Fault(kind=FaultKind.REFUSE): refuse,
@@ -63,7 +70,10 @@ class FaultyConnector(KvxferConnector):
         for transport in self.transports:
             transport.plan = FaultPlan(
                 posts=[Fault(kind=FaultKind.LATE)] * hold,
-                chances={FaultPoint.POST: chances},
+                chances={
+                    FaultPoint.POST: chances,
+                    FaultPoint.FENCE: {Fault(kind=FaultKind.FAIL): float(unfenced)},
+                },
                 rng=random.Random(2),
             )
         for channel in self.channels:

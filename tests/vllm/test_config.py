@@ -10,8 +10,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, InvalidInputError
 from kvxfer.integrations.vllm import ConnectorConfig
-from kvxfer.integrations.vllm.params import Push, Remote
-from kvxfer.integrations.vllm.router_ids import params_of_request_id
+from kvxfer.integrations.vllm.params import Push, push_of, source_of
 
 
 def test_an_unknown_key_is_refused_with_a_hint() -> None:
@@ -60,9 +59,9 @@ def test_values_reach_where_they_work() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({}, "without an offer"),
-        ({"kvxfer": []}, "without an offer"),
-        ({"kvxfer": {"tokens": 3}}, "without an offer"),
+        ({}, "there is no offer"),
+        ({"kvxfer": []}, "there is no offer"),
+        ({"kvxfer": {"tokens": 3}}, "there is no offer"),
         ({"kvxfer": {"tokens": True, "offer": {}}}, "tokens must be"),
         ({"kvxfer": {"tokens": 3, "offer": {}}}, "not an offer"),
         ({"kvxfer": {"tokens": 3, "offer": None}}, "not an offer"),
@@ -71,7 +70,7 @@ def test_values_reach_where_they_work() -> None:
 def test_params_from_anywhere(params: dict[str, Any], said: str) -> None:
     """What a client or router sends is refused by name, never trusted."""
     with pytest.raises(InvalidInputError, match=said):
-        Remote.from_params(params)
+        source_of(params)
 
 
 @pytest.mark.parametrize(
@@ -88,32 +87,16 @@ def test_params_from_anywhere(params: dict[str, Any], said: str) -> None:
 def test_pushes_from_anywhere(push: Any, said: str) -> None:
     """What a router sends to prefill is refused by name."""
     with pytest.raises(InvalidInputError, match=said):
-        Push.from_params({"do_remote_decode": True, "kvxfer": {"push": push}})
+        push_of({"do_remote_decode": True, "kvxfer": {"push": push}})
 
 
 def test_pushes_come_back_as_they_were() -> None:
     """Both sides understand what the router's half makes; offers are no pushes."""
     push = Push.to_addresses("abc", ["tcp://a:1", "tcp://a:2"])
-    assert Push.from_params(push.for_prefill()) == push
-    assert Push.from_params(push.for_decode()) == Push("abc")
-    assert Push.from_params({"kvxfer": {"tokens": 1, "offer": {}}}) is None
-    assert Push.from_params({}) is None
-
-
-def test_peers_in_request_ids() -> None:
-    """A router's id names both peers, whatever vLLM puts around it; other ids name nobody."""
-    unique = "0123456789abcdef0123456789abcdef"
-    core = f"___prefill_addr_10.0.0.1:41000___decode_addr_10.0.0.2:42000_{unique}"
-    for request_id in (core, f"cmpl-{core}-0", f"cmpl-{core}-0-8fc7b66a"):
-        params = params_of_request_id(request_id, produces=True, ranks=2)
-        assert params is not None
-        push = Push.from_params(params)
-        assert push == Push.to_addresses(unique, ["tcp://10.0.0.2:42000", "tcp://10.0.0.2:42001"])
-        params = params_of_request_id(request_id, produces=False)
-        assert params is not None
-        assert Push.from_params(params) == Push(unique)
-    for request_id in ("cmpl-1", core.replace("42000", "x"), core.replace("42000", "65536"), ""):
-        assert params_of_request_id(request_id, produces=True) is None
+    assert push_of(push.for_prefill()) == push
+    assert push_of(push.for_decode()) == Push("abc")
+    assert push_of({"kvxfer": {"tokens": 1, "offer": {}}}) is None
+    assert push_of({}) is None
 
 
 def test_settings_need_no_engine() -> None:

@@ -11,6 +11,9 @@ from vllm_rig import LENGTHS, PROMPTS, EngineProcess, step_until
 pytestmark = pytest.mark.timeout(900)
 
 Get = Callable[[str], EngineProcess]
+OUT_OF_USE = ("quarantine", "draining", "pulls", "scheduler loads", "scheduler aside")
+OUT_OF_USE += ("scheduler transfers", "pins", "open")
+"""Tables that know of a transfer in quarantine."""
 SECONDS = 60.0
 """Connect, queue and drain time-outs of the rig together, and room for a loaded machine."""
 
@@ -83,6 +86,48 @@ def test_killed_in_the_middle_of_a_transfer(
     state = strict.settle(free, ignored=("unconfirmed",))
     assert state["free"] == free
     assert not any(size for name, size in state["tables"].items() if name != "unconfirmed")
+
+
+def test_what_nobody_can_fence_makes_the_engine_unhealthy(engine: Get, expected: Expected) -> None:
+    """A read that failed and may still land, and no fence to be had: the request fails, its blocks
+    are handed to nobody, the log and the metrics say so, and other requests are served. They come
+    back with the proof, and what had landed late met nobody's data."""
+    prefill, strict = engine("prefill"), engine("strict")
+    free = strict.settle()["free"]
+    before = set(strict.call("allocated"))
+    (params,) = prefill.prefill([PROMPTS["quarantine100"]])
+    strict.call("metrics")
+    strict.call("inject", hold=1, unfenced=True)
+    try:
+        request = strict.call("add", prompt=PROMPTS["quarantine100"], kv=params)
+        step_until(strict, lambda: strict.call("injected")["held"])
+        aside = set(strict.call("allocated")) - before
+        assert len(aside) == 4
+        prefill.kill()
+        (output,) = strict.call("finish", ids=[request])
+        assert output["finish"] == "error"
+        state = strict.settle(free - 4, ignored=("unconfirmed", *OUT_OF_USE))
+        assert state["free"] == free - 4
+        assert strict.call("metrics")["quarantined"] == 1
+        assert "unhealthy: 4 blocks" in strict.log.read_text(errors="replace")
+        again = engine("prefill")
+        # More prompts than fit beside them, one after the other: every other block is used.
+        for length in (37, 64, 200):
+            name = f"quarantine{length}"
+            for _ in range(3):
+                (params,) = again.prefill([PROMPTS[name]])
+                (output,) = strict.generate([PROMPTS[name]], kv=[params])
+                assert output["tokens"] == expected[name]
+                assert aside <= set(strict.call("allocated")), "still nobody's"
+        assert strict.settle(ignored=("unconfirmed", *OUT_OF_USE))["free"] == free - 4
+        strict.call("release")
+        state = strict.settle(free, ignored=("unconfirmed",))
+        assert state["free"] == free
+        assert not any(size for name, size in state["tables"].items() if name != "unconfirmed")
+        assert strict.call("metrics")["freed"] == 1
+    finally:
+        strict.call("inject")
+        strict.call("release")
 
 
 def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:

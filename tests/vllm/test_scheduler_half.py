@@ -20,13 +20,21 @@ from kvxfer.agent.orders import (
 from kvxfer.core.events import Drained, Failed, Quarantined, Received, Role, Sent
 from kvxfer.core.offer import Endpoint
 from kvxfer.core.topology import Ranks
-from kvxfer.errors import ErrorKind, TransferError
+from kvxfer.errors import ConfigError, ErrorKind, TransferError
 from kvxfer.integrations.vllm import ConnectorConfig
+from kvxfer.integrations.vllm.caches import attention_groups
 from kvxfer.integrations.vllm.params import Push
 from kvxfer.testing.clock import FakeClock
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM's imports say of each other
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.request import RequestStatus
 
     from kvxfer.integrations.vllm.scheduler import SchedulerHalf
@@ -35,10 +43,10 @@ BLOCK = 16
 
 
 def half(
-    *, produces: bool, tp: int = 1, clock: FakeClock | None = None, **extra: Any
+    *, produces: bool, tp: int = 1, groups: int = 1, clock: FakeClock | None = None, **extra: Any
 ) -> SchedulerHalf:
     config = ConnectorConfig.from_extra(extra)
-    made = SchedulerHalf(config, block_size=BLOCK, produces=produces, clock=clock)
+    made = SchedulerHalf(config, block_size=BLOCK, produces=produces, groups=groups, clock=clock)
     made.agent.set_workers(
         WorkerInfo(
             endpoint=Endpoint(address=f"tcp://10.0.0.1:{7000 + r}", incarnation=f"i{r}", rank=r),
@@ -118,6 +126,89 @@ def test_67_full_hit_and_who_asks() -> None:
     prefill = half(produces=True)
     assert prefill.matched(request(32, {"do_remote_decode": True}), 0) == 0
     assert prefill.matched(request(32), 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("local", "tokens", "external", "pulled"),
+    [
+        ([100, 101, 102], 32, 32, (0, [100, 101])),
+        ([7, 8, 102], 48, 16, (2, [102])),
+        ([100, 101, 102], 16, 16, (0, [100])),
+    ],
+)
+def test_66_blocks_pair_by_position(
+    local: list[int], tokens: int, external: int, pulled: tuple[int, list[int]]
+) -> None:
+    """Behaviour 66: of three local blocks and two remote ones the first two; after a prefix hit
+    the remote suffix; of one remote block one, however many are local: nothing is left to an
+    allowance, because positions say what belongs together."""
+    decode = half(produces=False)
+    wanted = arrive(decode, 48, offered(tokens))
+    decode.allocated(wanted, (local,), external)
+    (pull,) = orders(decode, PullOrder)
+    (blocks,), (remote,) = pull.blocks, pull.offer.groups
+    assert (blocks.start, blocks.ids.tolist()) == pulled
+    assert len(remote) == blocks.start + len(blocks)
+
+
+def test_66_nothing_external_moves_nothing() -> None:
+    """Behaviour 66: zero external tokens, no block of any group."""
+    decode = half(produces=False)
+    decode.allocated(arrive(decode, 32, offered(32)), ([4, 5],), 0)
+    assert not [o for o in decode.step(NOTHING).orders if not isinstance(o, DeclineOrder)]
+
+
+def test_69_of_a_window_only_what_it_sees_moves() -> None:
+    """Behaviour 69: window 32, blocks of 16, so three at most: vLLM has its null block where the
+    window has moved past. Those entries are offered by nobody and pulled by nobody, and are not
+    among the blocks that a failed load reports."""
+    prefill = half(produces=True, groups=2)
+    wanted = request(80, {"do_remote_decode": True})
+    _, params = prefill.finished(wanted, ([10, 11, 12, 13, 14], [0, 0, 22, 23, 24]))
+    assert params is not None
+    decode = half(produces=False, groups=2)
+    decode.allocated(arrive(decode, 80, params), ([1, 2, 3, 4, 5], [0, 0, 7, 8, 9]), 80)
+    step = decode.step(NOTHING)
+    (pull,) = (o for o in step.orders if isinstance(o, PullOrder))
+    for window in (pull.offer.groups[1], pull.blocks[1]):
+        assert window.holes is not None
+        assert window.holes.tolist() == [True, True, False, False, False]
+    assert pull.offer.groups[1].ids.tolist()[2:] == [22, 23, 24]
+    (load,) = step.loads.values()
+    assert load.blocks == ((1, 2, 3, 4, 5), (7, 8, 9))
+
+
+def groups_of(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs])
+
+
+def test_69_other_hybrids_are_refused() -> None:
+    """Behaviour 69: recurrent state and chunked attention, alone or beside full attention."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=32
+    )
+    assert len(attention_groups(groups_of(full, window))) == 2
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+    )
+    for other in (state, chunked):
+        for specs in ((other,), (full, other)):
+            with pytest.raises(ConfigError, match=type(other).__name__):
+                attention_groups(groups_of(*specs))
+
+
+def test_70_bytes_per_block_may_differ_tokens_may_not() -> None:
+    """Behaviour 70: groups of 2112 and 9216 bytes per block are registered; of 16 and 32 tokens
+    per block they are refused by name."""
+    small = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=33, dtype=torch.float16)
+    large = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=144, dtype=torch.float16)
+    assert (small.page_size_bytes, large.page_size_bytes) == (2112, 9216)
+    assert len(attention_groups(groups_of(small, large))) == 2
+    longer = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=33, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"of 16 tokens.*of 32 tokens"):
+        attention_groups(groups_of(small, longer))
 
 
 @pytest.mark.parametrize("addressed", [True, False])
@@ -257,15 +348,32 @@ def test_blocks_are_kept_until_the_push_has_ended() -> None:
     assert prefill.finished(wanted, ([10, 11],)) == (False, None)
 
 
-def test_a_preempted_push_is_given_up_before_its_blocks_are_overwritten() -> None:
-    """The step tells the workers, which wait for it; what is computed again is not pushed."""
+def test_a_preempted_prompt_goes_on_where_it_was() -> None:
+    """The step tells the workers, which wait until the old blocks are read. Computed again, into
+    other blocks, it is pushed from where it was: nothing twice."""
     prefill, wanted = pushing(40)
     prefill.step(scheduled(r=32))
     step = scheduled()
-    step.preempted_req_ids = {"r"}
+    step.preempted_req_ids = {"r", "another"}
     assert prefill.step(step).preempted == ("push-1",)
     wanted.num_computed_tokens = 0
+    assert not prefill.step(scheduled(r=32)).chunks
+    wanted.num_computed_tokens = 32
+    (chunk,) = prefill.step(scheduled(r=8)).chunks
+    (blocks,) = chunk.push.blocks
+    assert (blocks.start, blocks.ids.tolist(), chunk.last) == (2, [12], True)
+
+
+def test_a_preempted_push_that_could_not_be_read_in_time_is_over() -> None:
+    """A worker gave it up: what is computed again is not pushed."""
+    prefill, wanted = pushing(40)
+    prefill.step(scheduled(r=32))
+    error = TransferError("aborted", kind=ErrorKind.ABORTED)
+    failed = Failed(transfer_id="push-1", role=Role.PRODUCER, kind=error.kind, error=error)
+    prefill.apply([Report(rank=0, events=(failed,))])
+    wanted.num_computed_tokens = 0
     assert not prefill.step(scheduled(r=40)).chunks
+    assert prefill.finished(wanted, ([10, 11, 12],)) == (False, None)
 
 
 def test_quarantined_blocks_stay_out_of_use_until_drained() -> None:
@@ -292,7 +400,7 @@ def test_quarantined_blocks_stay_out_of_use_until_drained() -> None:
     )
     out = Quarantined(transfer_id=transfer_id, role=Role.CONSUMER, reason="no fence")
     decode.apply([Report(rank=0, events=(failed, out))])
-    assert decode._aside == {transfer_id: ["block 4", "block 5"]}
+    assert decode.aside == {transfer_id: ["block 4", "block 5"]}
     assert not returned
     drained = Drained(transfer_id=transfer_id, role=Role.CONSUMER, drained_by="proof")
     decode.apply([Report(rank=0, events=(drained,))])

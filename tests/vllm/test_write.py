@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Expected
-from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, blocks_of, step_until
+from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, blocks_of, prompt, step_until
 
 from kvxfer.integrations.vllm.params import Push
 
@@ -106,3 +106,39 @@ def test_aborted_between_two_chunks(engine: Get, expected: Expected) -> None:
     (output,) = decode.call("finish", ids=[waiting])
     assert output["tokens"] == expected["gone200"]
     nothing_left(prefill, decode)
+
+
+def test_preempted_between_two_chunks(engine: Get, expected: Expected) -> None:
+    """Prefill preempts a prompt that it has pushed a part of, and computes it again: the rest is
+    pushed, nothing twice, and decode computes nothing of it.
+
+    Sixteen requests of 80 tokens leave it just the blocks it needs. They begin one step after the
+    other; from the next step on each takes one more block.
+    """
+    prefill, decode = engine("prefill"), engine("decode")
+    free = prefill.settle()["free"], decode.settle()["free"]
+    preemptions = prefill.call("state")["preemptions"]
+    before = counted(prefill, "push.bytes")
+    others = [
+        prefill.call("add", prompt=prompt(80, 300 + i), max_tokens=30)
+        for i in range((free[0] - 15) // 3)
+    ]
+    prefill.call("step", count=len(others))
+    push = Push.to_addresses("preempted", decode.call("state")["addresses"])
+    tokens = PROMPTS["preempted480"]
+    waiting = decode.call("add", prompt=tokens, kv=push.for_decode())
+    decode.call("step")
+    request = prefill.call("add", prompt=tokens, kv=push.for_prefill(), max_tokens=1)
+    prefill.call("step")
+    step_until(prefill, lambda: prefill.call("landed", transfer_id="preempted"), step=False)
+    while prefill.call("state")["preemptions"] == preemptions:
+        prefill.call("step")
+        step_until(prefill, lambda: prefill.call("landed", transfer_id="preempted"), step=False)
+    assert 0 < prefill.call("pushed", transfer_id="preempted") < blocks_of(480)
+    prefill.call("finish", ids=[*others, request])
+    (output,) = decode.call("finish", ids=[waiting])
+    assert output["tokens"] == expected["preempted480"]
+    for side, blocks in zip((prefill, decode), free, strict=True):
+        assert side.settle(blocks)["free"] == blocks
+    nothing_left(prefill, decode)
+    assert counted(prefill, "push.bytes") - before == blocks_of(480) * BLOCK_NBYTES

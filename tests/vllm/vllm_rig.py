@@ -107,6 +107,19 @@ PROMPTS |= {"samples100": prompt(100, 19), "push_dead100": prompt(100, 20)}
 PROMPTS |= {
     f"nixl_{how}{n}": prompt(n, 50 + len(how)) for how in ("", "zero", "block") for n in LENGTHS
 }
+PROMPTS |= {
+    f"nixl_push_{how}{n}": prompt(n, 250 + len(how))
+    for how in ("", "zero", "block")
+    for n in LENGTHS
+}
+PROMPTS |= {"preempted480": prompt(480, 260)}
+PROMPTS |= {f"quarantine{n}": prompt(n, 261) for n in LENGTHS}
+PROMPTS |= {
+    f"{how}ranks{ranks}_{n}": prompt(n, 200 + 2 * seed + ranks)
+    for seed, how in enumerate(("", "push_", "zero_", "block_"))
+    for ranks in (1, 2)
+    for n in ((100, 200) if seed > 1 else (64, 200))
+}
 PROMPTS |= {"http_plain100": prompt(100, 60), "http_stream200": prompt(200, 60)}
 PROMPTS |= {"http_alone64": prompt(64, 61)}
 """Every test has its own, so that no prefix is cached by accident."""

@@ -114,13 +114,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self.worker.seal(self._get_connector_metadata().chunks)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        found = self.worker.finished()
-        return found.sent, found.loaded
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        found = self.worker.finished()
-        return KVConnectorTransferResults(found.sent, found.loaded, found.failed)
+        return self.worker.finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()

@@ -9,9 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvxfer.agent.orders import Order, PushOrder, Report, WorkerInfo
+from kvxfer.agent.orders import Order, Report, WorkerInfo
+from kvxfer.integrations.pushes import Chunk
 
-__all__ = ["Chunk", "Handshake", "Load", "Reports", "Step"]
+__all__ = ["Handshake", "Load", "Reports", "Step"]
 
 
 @attrs.frozen
@@ -20,14 +21,6 @@ class Load:
 
     request_id: str
     blocks: tuple[tuple[int, ...], ...]
-
-
-@attrs.frozen
-class Chunk:
-    """WRITE: blocks that the coming forward fills, pushed layer by layer; ``last`` seals them."""
-
-    push: PushOrder
-    last: bool
 
 
 @attrs.frozen
@@ -40,7 +33,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     loads: dict[str, Load]
     chunks: list[Chunk]
     preempted: tuple[str, ...]
-    """Pushes of requests whose blocks are about to be overwritten."""
+    """Pushes from blocks that are about to be overwritten."""
 
 
 @attrs.frozen

@@ -7,53 +7,33 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvxfer.agent import Agent
 from kvxfer.agent.caches import LayerCache
 from kvxfer.agent.orders import Report, SealOrder
 from kvxfer.core.clock import Clock, SystemClock
-from kvxfer.core.events import (
-    Declined,
-    Drained,
-    Event,
-    Expired,
-    Failed,
-    PeerDown,
-    Quarantined,
-    Received,
-    Role,
-    Sent,
-)
-from kvxfer.core.remembered import Remembered
+from kvxfer.core.events import Expired, Failed, PeerDown, Quarantined
+from kvxfer.core.limitedlog import LimitedLog
 from kvxfer.core.topology import Ranks
-from kvxfer.errors import ErrorKind, TransferError
+from kvxfer.integrations.outcomes import Outcomes
+from kvxfer.integrations.pushes import Chunk
 from kvxfer.integrations.vllm.config import ConnectorConfig
-from kvxfer.integrations.vllm.messages import Chunk, Load, Reports, Step
+from kvxfer.integrations.vllm.messages import Load, Reports, Step
 from kvxfer.integrations.vllm.stats import Tally
 
 if TYPE_CHECKING:
     from kvxfer.agent.push import Readiness
 
-__all__ = ["Finished", "WorkerHalf"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["WorkerHalf"]
 
 _WORTH_A_LINE = (Failed, Quarantined, Expired, PeerDown)
 _HEARTBEAT = 0.5
 """Seconds between reports in which nothing happened: they say that this worker lives, which is
 what keeps holds alive that readers renew."""
-
-
-@attrs.define
-class Finished:
-    """What has ended since the last look, once each, by request id."""
-
-    sent: set[str] = attrs.field(factory=set)
-    """Their blocks are free again."""
-    loaded: set[str] = attrs.field(factory=set)
-    """Their load has ended, well or not."""
-    failed: set[str] = attrs.field(factory=set)
-    """Of those, the ones without data that ``WorkerHalf.take_failed_blocks`` does not tell of."""
+_SETTLE = 0.5
+"""Seconds that a step waits for pushes out of blocks that it overwrites. Copies take milliseconds;
+what takes longer is given up, and decode computes the prompt."""
 
 
 class WorkerHalf:
@@ -80,15 +60,8 @@ class WorkerHalf:
         self._config = config
         self._one_group = groups == 1
         self._clock = clock or SystemClock()
-        self._holds: dict[str, str] = {}
-        self._loads: dict[str, tuple[Load, float]] = {}
-        """By transfer id, with when it began."""
-        limits = self.agent.config.limits
-        self._over: Remembered[str, bool] = Remembered(
-            capacity=limits.early, ttl=limits.remembered_ttl
-        )
-        """Pushes that ended before their requests did."""
-        self._sent: set[str] = set()
+        self.outcomes: Outcomes[Load] = Outcomes(self.agent.config.limits, self._clock)
+        self._log = LimitedLog(logging.getLogger(__name__), self._clock)
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
         self._reported = float("-inf")
@@ -107,24 +80,20 @@ class WorkerHalf:
         """Wait until nobody uses the KV caches any more, and let go of them.
 
         Raises:
-            TransferError: transfers are still under way after a lease and all time-outs.
+            InvalidInputError: transfers still use them after a lease and all time-outs.
         """
         times = self._config.timeouts
-        patience = self._config.lease + self._config.lease_margin + times.transfer + times.drain
-        if not self.agent.drain(patience):
-            raise TransferError(
-                f"transfers still use the KV caches after {patience:.0f} s",
-                kind=ErrorKind.TIMEOUT,
-                next_step="look at the snapshot; what is in quarantine ends with the process only",
-            )
+        lease = self._config.lease + self._config.lease_margin
+        self.agent.drain(lease + times.transfer + times.drain)
         self.agent.unregister_kv_caches()
 
     # ---- each step ---------------------------------------------------------------------------
 
     def preempted(self, transfer_ids: Iterable[str]) -> None:
-        """Their blocks are about to be overwritten: nothing may be pushed from them after this."""
+        """Blocks that these push from are about to be overwritten: wait until they are read."""
         for transfer_id in transfer_ids:
-            self.agent.abort_push(transfer_id)
+            if not self.agent.settle_push(transfer_id, _SETTLE):
+                self._log.problem("not_pushed", "%s is not pushed: preempted", transfer_id)
 
     def save(self, chunks: Iterable[Chunk], layer: str, ready: Readiness | None) -> None:
         """The forward has filled these blocks of one layer, once ``ready`` says so."""
@@ -136,21 +105,13 @@ class WorkerHalf:
 
     def execute(self, step: Step) -> None:
         """Start what the scheduler ordered."""
-        now = self._clock.now()
-        for transfer_id, request_id in step.holds.items():
-            if self._over.pop(transfer_id):
-                self._sent.add(request_id)
-            else:
-                self._holds[transfer_id] = request_id
-        self._loads.update({tid: (load, now) for tid, load in step.loads.items()})
+        self.outcomes.begin(step.holds, step.loads)
         self.agent.execute(step.orders)
 
-    def finished(self) -> Finished:
+    def finished(self) -> KVConnectorTransferResults:
         """What has ended. A failed load ends only when nothing can land in its blocks any more."""
-        found, self._sent = Finished(sent=self._sent), set()
-        now = self._clock.now()
-        self._over.expire(now)
         report = self.agent.report()
+        now = self._clock.now()
         if report.events or now >= self._reported + _HEARTBEAT:
             self._reports.append(report)
             self._reported = now
@@ -158,21 +119,18 @@ class WorkerHalf:
             self.tally.count(event)
             if isinstance(event, _WORTH_A_LINE):
                 why = getattr(event, "error", None) or getattr(event, "reason", "")
-                logger.warning("kvxfer %s %s: %s", type(event).__name__, event.transfer_id, why)
-            match event:
-                case Sent() | Declined() | Expired() | Failed(role=Role.PRODUCER):
-                    if event.transfer_id in self._holds:
-                        found.sent.add(self._holds.pop(event.transfer_id))
-                    else:
-                        self._over.add(event.transfer_id, True, now)
-                case Received():
-                    began = self._end_load(event, found)
-                    if began is not None:
-                        self.tally.loaded(event.nbytes, now - began)
-                case Failed(drained=True) | Drained(role=Role.CONSUMER):
-                    self._end_load(event, found, blocks_are_ours=True)
-                case Quarantined(role=Role.CONSUMER):
-                    self._end_load(event, found, blocks_are_ours=False)
+                kind = type(event).__name__.lower()
+                self._log.problem(kind, "%s %s: %s", kind, event.transfer_id, why)
+        sent, ends = self.outcomes.of(report.events)
+        found = KVConnectorTransferResults(sent, set(), set())
+        for end in ends:
+            found.finished_recving.add(end.load.request_id)
+            if end.nbytes is not None:
+                self.tally.loaded(end.nbytes, end.seconds)
+            elif end.drained and self._one_group:
+                self._failed_blocks.update(end.load.blocks[0])  # the local prefix stays valid
+            else:
+                found.failed_recving.add(end.load.request_id)
         return found
 
     def take_failed_blocks(self) -> set[int]:
@@ -184,19 +142,3 @@ class WorkerHalf:
         """For the scheduler half, since the last call."""
         reports, self._reports = self._reports, []
         return Reports(tuple(reports)) if reports else None
-
-    def _end_load(
-        self, event: Event, found: Finished, *, blocks_are_ours: bool | None = None
-    ) -> float | None:
-        """When it began; None if it has ended before. ``blocks_are_ours`` is None if it is well."""
-        load, began = self._loads.pop(event.transfer_id, (None, None))
-        if load is None:
-            return None
-        found.loaded.add(load.request_id)
-        if blocks_are_ours is None:
-            return began
-        if blocks_are_ours and self._one_group:
-            self._failed_blocks.update(load.blocks[0])  # the local prefix stays valid
-        else:
-            found.failed.add(load.request_id)
-        return began

@@ -8,11 +8,13 @@ The ports must be those of kvxfer's control channels: see ``port_range``.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TypeVar
 
-from kvxfer.integrations.vllm.params import Push
+from kvxfer.integrations.sources import Push
 
-__all__ = ["params_of_request_id"]
+__all__ = ["push_of_request_id"]
+
+P = TypeVar("P", bound=Push)
 
 _ADDRESS = r"\[?[0-9A-Za-z.:-]+?\]?:[0-9]{1,5}"
 _FORM = re.compile(
@@ -21,14 +23,12 @@ _FORM = re.compile(
 )
 
 
-def params_of_request_id(
-    request_id: str, *, produces: bool, ranks: int = 1
-) -> dict[str, Any] | None:
-    """``kv_transfer_params`` of a WRITE between the peers that the id names; None if it names none.
+def push_of_request_id(request_id: str, *, ranks: int = 1, kind: type[P]) -> P | None:
+    """The push between the peers that the id names; None if it names none.
 
     Args:
-        produces: this side prefills.
-        ranks: of decode. Rank ``r`` listens ``r`` ports above the one that the id names.
+        ranks: of the consumer. Rank ``r`` listens ``r`` ports above the one that the id names.
+        kind: the class of what is returned.
     """
     found = _FORM.search(request_id)
     if found is None:
@@ -37,5 +37,4 @@ def params_of_request_id(
     if not 0 < port <= 65536 - ranks:
         return None
     addresses = [f"tcp://{found['host']}:{port + rank}" for rank in range(ranks)]
-    push = Push.to_addresses(found["unique"], addresses)
-    return push.for_prefill() if produces else push.for_decode()
+    return kind.to_addresses(found["unique"], addresses)
