@@ -40,7 +40,7 @@ def spoil_rank(worker: Any, how: str) -> None:
     def finished() -> Any:
         loads = {load.request_id: load for load, _ in half.outcomes.loads.values()}
         found = honest()
-        for request_id in found.loaded:
+        for request_id in found.finished_recving:
             (blocks,) = loads[request_id].blocks
             for layer in layers:
                 if how == "zero":
@@ -202,6 +202,17 @@ class Engine:
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return self.finish([self.add(**request) for request in requests])
 
+    def most_used(self, requests: list[dict[str, Any]]) -> list[int]:
+        """Ids of all blocks that these requests, computed together, have had."""
+        ids = [self.add(**request) for request in requests]
+        before, used = set(self.allocated()), set[int]()
+        while not self._outputs.keys() >= set(ids):
+            self._step()
+            used |= set(self.allocated()) - before
+        for request_id in ids:
+            del self._outputs[request_id]
+        return sorted(used)
+
     def pump(self, requests: list[dict[str, Any]], seconds: float) -> dict[str, dict[str, Any]]:
         """Add requests, and step for a while, until some have finished: what a server does."""
         for request in requests:
@@ -345,10 +356,18 @@ class Engine:
 
         self.connector.get_kv_connector_stats = kept
 
-    def sleep(self) -> list[str]:
-        """What vLLM does around sleep mode; returns the addresses before and after."""
+    def sleep(self, move: bool = False) -> list[str]:
+        """What vLLM does around sleep mode; returns the addresses before and after.
+
+        ``move``: the caches lie elsewhere when it wakes up.
+        """
         before = self.worker.agent.address
         self.connector.unregister_kv_caches()
+        if move:
+            layer = self.core.model_executor.driver_worker.worker.model_runner.kv_caches[0]
+            was = layer.data_ptr()
+            self.worker.transport.share_storage(layer)
+            assert layer.data_ptr() != was
         self.connector.restore_kv_caches()
         return [before, self.worker.agent.address]
 

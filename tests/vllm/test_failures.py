@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Expected
-from vllm_rig import LENGTHS, PROMPTS, EngineProcess, step_until
+from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, prompt, step_until
 
 pytestmark = pytest.mark.timeout(900)
 
 Get = Callable[[str], EngineProcess]
-OUT_OF_USE = ("quarantine", "draining", "pulls", "scheduler loads", "scheduler aside")
-OUT_OF_USE += ("scheduler transfers", "pins", "open")
-"""Tables that know of a transfer in quarantine."""
 SECONDS = 60.0
 """Connect, queue and drain time-outs of the rig together, and room for a loaded machine."""
+
+
+def counted(engine: EngineProcess, name: str) -> int:
+    return int(engine.call("state")["counters"].get(name, 0))
 
 
 def test_killed_producer(engine: Get, expected: Expected) -> None:
@@ -88,11 +89,14 @@ def test_killed_in_the_middle_of_a_transfer(
     assert not any(size for name, size in state["tables"].items() if name != "unconfirmed")
 
 
-def test_what_nobody_can_fence_makes_the_engine_unhealthy(engine: Get, expected: Expected) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_nobody_can_fence_makes_the_engine_unhealthy(
+    engine: Get, expected: Expected, aborted: bool
+) -> None:
     """A read that failed and may still land, and no fence to be had: the request fails, its blocks
     are handed to nobody, the log and the metrics say so, and other requests are served. They come
     back with the proof, and what had landed late met nobody's data."""
-    prefill, strict = engine("prefill"), engine("strict")
+    prefill, strict = engine("crowded"), engine("strict")
     free = strict.settle()["free"]
     before = set(strict.call("allocated"))
     (params,) = prefill.prefill([PROMPTS["quarantine100"]])
@@ -103,23 +107,27 @@ def test_what_nobody_can_fence_makes_the_engine_unhealthy(engine: Get, expected:
         step_until(strict, lambda: strict.call("injected")["held"])
         aside = set(strict.call("allocated")) - before
         assert len(aside) == 4
-        prefill.kill()
-        (output,) = strict.call("finish", ids=[request])
-        assert output["finish"] == "error"
-        state = strict.settle(free - 4, ignored=("unconfirmed", *OUT_OF_USE))
-        assert state["free"] == free - 4
+        if aborted:
+            strict.call("abort", request_id=request)
+        else:
+            prefill.kill()
+            (output,) = strict.call("finish", ids=[request])
+            assert output["finish"] == "error"
+        step_until(strict, lambda: strict.call("state")["tables"]["scheduler aside"])
+        assert strict.call("state")["free"] == free - 4
         assert strict.call("metrics")["quarantined"] == 1
         assert "unhealthy: 4 blocks" in strict.log.read_text(errors="replace")
-        again = engine("prefill")
-        # More prompts than fit beside them, one after the other: every other block is used.
-        for length in (37, 64, 200):
-            name = f"quarantine{length}"
-            for _ in range(3):
-                (params,) = again.prefill([PROMPTS[name]])
-                (output,) = strict.generate([PROMPTS[name]], kv=[params])
-                assert output["tokens"] == expected[name]
-                assert aside <= set(strict.call("allocated")), "still nobody's"
-        assert strict.settle(ignored=("unconfirmed", *OUT_OF_USE))["free"] == free - 4
+        again = engine("crowded")
+        names = [f"quarantine{n}" for n in (37, 64, 200)]
+        prompts = [PROMPTS[name] for name in names]
+        outputs = strict.generate(prompts, kv=again.prefill(prompts))
+        assert [output["tokens"] for output in outputs] == [expected[name] for name in names]
+        # Every block that there is, one after the other: those four are not among them.
+        crowd = [prompt(480, 900 + i) for i in range(40)]
+        used = strict.call("most_used", requests=[{"prompt": p, "max_tokens": 1} for p in crowd])
+        assert len(used) > free - 4 - 2 * 16, "nearly all"
+        assert not aside & set(used)
+        assert aside <= set(strict.call("allocated")), "still nobody's"
         strict.call("release")
         state = strict.settle(free, ignored=("unconfirmed",))
         assert state["free"] == free
@@ -128,6 +136,52 @@ def test_what_nobody_can_fence_makes_the_engine_unhealthy(engine: Get, expected:
     finally:
         strict.call("inject")
         strict.call("release")
+
+
+def test_aborted_while_bytes_may_land(engine: Get) -> None:
+    """The engine still has the read: the blocks are nobody's before that is over."""
+    prefill, strict = engine("crowded"), engine("strict")
+    free, at_prefill = strict.settle()["free"], prefill.settle()["free"]
+    (params,) = prefill.prefill([PROMPTS["stopped100"]])
+    aborted = counted(strict, "pull.failed.aborted")
+    strict.call("inject", hold=1, unfenced=True)
+    try:
+        request = strict.call("add", prompt=PROMPTS["stopped100"], kv=params)
+        step_until(strict, lambda: strict.call("injected")["held"])
+        strict.call("abort", request_id=request)
+        step_until(strict, lambda: counted(strict, "pull.failed.aborted") > aborted)
+        strict.call("step", count=3)
+        assert strict.call("state")["free"] == free - 4
+    finally:
+        strict.call("inject")
+        strict.call("release")
+    for side, blocks in ((strict, free), (prefill, at_prefill)):
+        state = side.settle(blocks, seconds=60.0)
+        assert state["free"] == blocks
+        assert not any(state["tables"].values()), state["tables"]
+
+
+def test_decode_that_is_killed_and_started_again(engine: Get, expected: Expected) -> None:
+    """kill -9 at decode with a hold unread: prefill frees it when the lease ends, and serves the
+    decode engine that takes its place."""
+    prefill, decode = engine("prefill"), engine("decode")
+    free = prefill.settle()["free"]
+    prefill.call("lease", seconds=5.0)
+    try:
+        (params,) = prefill.prefill([PROMPTS["reborn100"]])
+        decode.call("add", prompt=PROMPTS["reborn100"], kv=params)
+        decode.kill()
+        assert prefill.settle(free, seconds=60.0)["free"] == free
+    finally:
+        prefill.call("lease", seconds=30.0)
+    again = engine("decode")
+    (params,) = prefill.prefill([PROMPTS["reborn100"]])
+    (output,) = again.generate([PROMPTS["reborn100"]], kv=[params])
+    assert output["tokens"] == expected["reborn100"]
+    assert counted(again, "pull.bytes") == 4 * BLOCK_NBYTES
+    for side in (prefill, again):
+        state = side.settle()
+        assert not any(state["tables"].values()), state["tables"]
 
 
 def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:

@@ -24,9 +24,13 @@ pytestmark = pytest.mark.timeout(900)
 Get = Callable[[str], EngineProcess]
 
 
+def counted(engine: EngineProcess, name: str) -> int:
+    return int(engine.call("state")["counters"].get(name, 0))
+
+
 def pulled(engine: EngineProcess) -> int:
     """Bytes pulled so far, by the agent's own counter."""
-    return int(engine.call("state")["counters"].get("pull.bytes", 0))
+    return counted(engine, "pull.bytes")
 
 
 def test_tokens_equal_a_single_engines(engine: Get, expected: Expected) -> None:
@@ -194,19 +198,46 @@ def test_aborted_at_prefill_before_it_is_done(engine: Get, steps: int) -> None:
 
 
 def test_sleep_and_wake(engine: Get, expected: Expected) -> None:
-    """Caches that were unregistered and restored, on both sides, serve peers of before."""
+    """Going to sleep waits for a reader that is still to come; caches that were unregistered,
+    moved and restored, on both sides, serve peers of before."""
     prefill, decode = engine("prefill"), engine("decode")
+    decode.settle()
+    assert len(set(decode.call("sleep"))) == 1
+    (params,) = prefill.prefill([PROMPTS["slept64"]])
+    prefill.send("sleep", move=True)
+    (output,) = decode.generate([PROMPTS["slept64"]], kv=[params])
+    assert output["tokens"] == expected["slept64"]
+    assert len(set(prefill.take())) == 1
     prompt = PROMPTS["slept100"]
-    for side in (prefill, decode):
-        side.settle()
-        before, after = side.call("sleep")
-        assert before == after
     params = prefill.prefill([prompt])
     bytes_before = pulled(decode)
     (output,) = decode.generate([prompt], kv=params)
     assert output["tokens"] == expected["slept100"]
     assert pulled(decode) - bytes_before == blocks_of(100) * BLOCK_NBYTES
     assert not any(prefill.settle()["tables"].values())
+
+
+def test_a_lease_that_ended_in_the_queue(engine: Get, expected: Expected) -> None:
+    """Decode makes no step while the lease runs out, so nobody renews it: prefill frees the blocks
+    and says so; the load fails without a byte, and decode computes the prompt."""
+    prefill, decode = engine("prefill"), engine("decode")
+    prompt = PROMPTS["expired100"]
+    free, free_here = prefill.settle()["free"], decode.settle()["free"]
+    before, expired = pulled(decode), counted(prefill, "events.expired")
+    prefill.call("lease", seconds=1.0)
+    try:
+        (params,) = prefill.prefill([prompt])
+        request = decode.call("add", prompt=prompt, kv=params)
+        assert prefill.settle(free, seconds=60.0)["free"] == free
+    finally:
+        prefill.call("lease", seconds=30.0)
+    assert counted(prefill, "events.expired") == expired + 1
+    (output,) = decode.call("finish", ids=[request])
+    assert output["tokens"] == expected["expired100"]
+    assert pulled(decode) == before
+    state = decode.settle(free_here)
+    assert state["free"] == free_here
+    assert not any(state["tables"].values()), state["tables"]
 
 
 def test_the_log_line(engine: Get, expected: Expected) -> None:

@@ -112,6 +112,7 @@ PROMPTS |= {
     for how in ("", "zero", "block")
     for n in LENGTHS
 }
+PROMPTS |= {"slept64": prompt(64, 16), "expired100": prompt(100, 21), "reborn100": prompt(100, 22)}
 PROMPTS |= {"preempted480": prompt(480, 260)}
 PROMPTS |= {f"quarantine{n}": prompt(n, 261) for n in LENGTHS}
 PROMPTS |= {
