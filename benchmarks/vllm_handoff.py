@@ -98,6 +98,7 @@ def lines() -> dict[str, dict[str, int]]:
     return {
         "kvxfer, connector logic": code_lines([ours / name for name in LOGIC]),
         "kvxfer, whole connector package": code_lines(sorted(ours.glob("*.py"))),
+        "kvxfer, shared by connectors": code_lines(sorted(ours.parent.glob("*.py"))),
         "vLLM's nixl, whole package": code_lines(sorted(nixl.glob("*.py"))),
     }
 
@@ -151,7 +152,7 @@ class Pair:
         requests = [{"prompt": p, "kv": kv, "max_tokens": 1} for p in prompts]
         outputs = self.prefill.call("generate", requests=requests)
         # A server goes on stepping by itself.
-        self.prefill.send("pump", requests=[], seconds=0.5)
+        self.prefill.send("pump", requests=[], seconds=0.4)
         requests = [
             {"prompt": p, "kv": output["kv"], "max_tokens": 4}
             for p, output in zip(prompts, outputs, strict=True)
@@ -196,6 +197,7 @@ def run(rounds: int, tls: str) -> dict[str, Any]:
             for pair in pairs:
                 pair.ready()
                 pair.stop()
+            print("the engines are up", file=sys.stderr, flush=True)
             seeds = iter(range(1000, 1000000))
             for number in range(-1, rounds):  # one to warm up: handshakes, first posts
                 cases = {
