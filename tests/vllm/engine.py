@@ -223,6 +223,19 @@ class Engine:
         found, self._outputs = self._outputs, {}
         return found
 
+    def free(self) -> int:
+        """Blocks that nobody has."""
+        count: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return count
+
+    def serve_until(self, free: int, seconds: float) -> None:
+        """Step until so many blocks are free, under whatever connector."""
+        end = time.monotonic() + seconds
+        while self.free() != free:
+            self._step()
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.free()} blocks are free, not {free}")
+
     def pace(self, seconds: float, pause: float) -> int:
         """Step for that long, at that pace; returns how many requests are under way."""
         end = time.monotonic() + seconds
@@ -250,7 +263,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "free": self.free(),
             "preemptions": self.preemptions,
             "waiting": self.scheduler.get_request_counts()[1],
             "running": len(self.scheduler.running),
