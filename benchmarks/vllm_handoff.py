@@ -159,7 +159,9 @@ class Pair:
         ]
         decoded = self.decode.call("generate", requests=requests)
         self.prefill.take()
-        assert all(output["finish"] == "length" for output in decoded), (self.name, decoded)
+        if any(output["finish"] != "length" for output in decoded):
+            tails = self.prefill.tail(), self.decode.tail()
+            raise AssertionError(f"{self.name}: {decoded}\n" + "\n--- decode\n".join(tails))
         seconds = [d["first"] - p["ended"] for d, p in zip(decoded, outputs, strict=True)]
         return seconds, [output["tokens"] for output in decoded]
 

@@ -1,1 +1,6 @@
-"""Connectors for serving engines. Each loads its engine; importing kvxfer loads none of them."""
+"""Connectors for serving engines, and what they share.
+
+Each package here loads its engine; importing kvxfer loads none of them.  The modules beside them
+know no engine: ``loads``, ``pushes`` and ``outcomes`` keep a connector's books, ``sources`` and
+``router_ids`` read what routers say.
+"""
