@@ -34,9 +34,10 @@ class ShmConfig:
     stuck_after: float = attrs.field(default=1.0, validator=seconds)
     """A chunk (at most 16 MiB and 4096 pieces) that takes longer counts as stuck: its thread is
     replaced."""
-    inline_nbytes: int = attrs.field(default=1 << 20, validator=between(0, 1 << 30))
+    inline_nbytes: int = attrs.field(default=4 << 20, validator=between(0, 1 << 30))
     """Bytes of mapped memory that ``post`` copies itself between two calls of ``progress``, in at
-    most 1024 pieces; 0: none. A mebibyte takes 0.1 to 0.2 ms, to hand it to a thread 0.1 ms."""
+    most 1024 pieces; 0: none. A mebibyte takes 0.1 to 0.2 ms, to hand it to a thread 0.1 ms, or
+    milliseconds where processors are scarce."""
     copier: CopierChoice = attrs.field(
         default=CopierChoice.AUTO, validator=v.instance_of(CopierChoice)
     )

@@ -1,11 +1,12 @@
 """Small copies, made by ``post`` itself: to hand them to a thread would take longer.
 
 This is work with a bound, not waiting: at most ``limit`` bytes and ``INLINE_PIECES`` pieces between
-two calls of ``progress``, a tenth of a millisecond or two; and only in memory that is mapped, which
-is there whether its owner runs, stands still or has died.  What is read in place has no such bound
+two calls of ``progress``, less than a millisecond; and only in memory that is mapped, which is
+there whether its owner runs, stands still or has died.  What is read in place has no such bound
 (a page may have to be fetched over there), so that is for the copy threads.
 
-Of what is more than one chunk, ``post`` copies one while the threads wake up for the others.
+Of what is more than that, ``post`` copies a chunk, if one fits, while the threads wake up for the
+others, and then, within the same bound, those that none of them has begun.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class InlineCopies:
         self._pieces_left = INLINE_PIECES
 
     def run(self, key: Hashable, tasks: Sequence[ChunkTask]) -> None:
-        """Have ``tasks`` run: the last one here and now if it is small enough, by the pool if not.
+        """Have ``tasks`` run: here and now from the last one on, as far as they are small enough
+        and no thread has taken them; by the pool otherwise.
 
-        For the pool it runs under ``key`` as well: it counts for ``when_idle`` and ``stop``.
+        For the pool these run under ``key`` as well: they count for ``when_idle`` and ``stop``.
         """
-        own = tasks[-1]
         # Where another path's post is at it, this one does not wait for its turn.
-        if not self._fits(own) or not self._turn.acquire(blocking=False):
+        if not self._fits(tasks[-1:]) or not self._turn.acquire(blocking=False):
             self._pool.submit(key, tasks)
             return
         try:
@@ -61,19 +62,30 @@ class InlineCopies:
                 self._pool.submit(key, tasks)
                 return
             try:
-                self._bytes_left -= own.nbytes
-                self._pieces_left -= own.pieces
-                if len(tasks) > 1:
-                    self._pool.submit(key, tasks[:-1])
-                own.run(self._scratch)
+                self._run_some(key, tasks)
             finally:
                 self._pool.leave(key)
         finally:
             self._turn.release()
 
-    def _fits(self, task: ChunkTask) -> bool:
+    def _run_some(self, key: Hashable, tasks: Sequence[ChunkTask]) -> None:
+        shared = not self._fits(tasks)
+        if shared:
+            self._pool.submit(key, tasks[:-1])
+        self._run(tasks[-1])
+        for task in tasks[-2::-1]:
+            if shared and not (self._fits([task]) and self._pool.withdraw(key, task)):
+                return  # the threads have the others
+            self._run(task)
+
+    def _run(self, task: ChunkTask) -> None:
+        self._bytes_left -= task.nbytes
+        self._pieces_left -= task.pieces
+        task.run(self._scratch)
+
+    def _fits(self, tasks: Sequence[ChunkTask]) -> bool:
         return (
-            not task.in_place
-            and task.nbytes <= self._bytes_left
-            and task.pieces <= self._pieces_left
+            not any(task.in_place for task in tasks)
+            and sum(task.nbytes for task in tasks) <= self._bytes_left
+            and sum(task.pieces for task in tasks) <= self._pieces_left
         )

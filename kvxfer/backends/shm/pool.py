@@ -103,6 +103,17 @@ class CopyPool:
         for call in calls:
             call()
 
+    def withdraw(self, key: Hashable, task: Task) -> bool:
+        """Take back the task that was queued last under ``key``; False if that is another one."""
+        with self._lock:
+            queue = self._queues.get(key)
+            if queue is None or queue[-1] is not task:
+                return False
+            queue.pop()
+            if not queue:
+                del self._queues[key]
+            return True
+
     def drop(self, key: Hashable) -> None:
         """Drop what is queued under ``key``. What runs goes on."""
         with self._changed:

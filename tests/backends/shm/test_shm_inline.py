@@ -139,6 +139,48 @@ def test_no_more_than_so_many_pieces(make_near, make_child, gate):
     over([many, one])
 
 
+def test_chunks_that_no_thread_has_begun(make_near, make_child, gate, monkeypatch):
+    """Several chunks that fit are all copied in ``post``. Of more, ``post`` copies one, and others
+    as well if no thread comes to take them: as far as the limit goes."""
+    monkeypatch.setattr(jobs, "CHUNK_BYTES_MIN", PAGE)
+    near, child = make_near(workers=1, inline_nbytes=6 * PAGE), make_child()
+    here, path = path_to(near, child, 16 * PAGE)
+    post = near.transport.post
+    busy = post(Op.READ, path, pages(14))  # two chunks of more than the limit: for the thread
+    gate.entered()
+    assert not busy.terminal
+    assert post(Op.READ, path, pages(6)).state is AttemptState.DONE  # two of three pages each
+    assert near.transport.progress()
+    part = post(Op.READ, path, pages(9, 4))  # four pages and five
+    assert not part.terminal
+    assert near.transport._inline._bytes_left == PAGE
+    queued = near.transport._pool._queues[path.peer]
+    assert len(queued) == 2
+    assert near.transport.progress() == []
+    more = post(Op.READ, path, Batch([0] * 4, *[np.arange(4) * 2 * PAGE] * 2, [PAGE] * 4))
+    assert more.state is AttemptState.DONE
+    gate.open.set()
+    over([busy, part])
+    assert part.state is AttemptState.DONE
+    assert (here[: 14 * PAGE] == noise(1, 16 * PAGE)[: 14 * PAGE]).all()
+
+
+def test_a_shared_transfer_takes_its_chunks_back(make_near, make_child, gate, monkeypatch):
+    """Three chunks, two of which fit: the only thread is busy, so ``post`` copies both."""
+    monkeypatch.setattr(jobs, "CHUNK_PIECES", 2)
+    near, child = make_near(workers=1, inline_nbytes=4 * PAGE), make_child()
+    here, path = path_to(near, child, 16 * PAGE)
+    busy = near.transport.post(Op.READ, path, Batch([0], [0], [0], [5 * PAGE]))
+    gate.entered()
+    part = near.transport.post(Op.READ, path, pages(6, 5))
+    assert not part.terminal
+    assert near.transport._inline._bytes_left == 0
+    assert len(near.transport._pool._queues[path.peer]) == 1
+    gate.open.set()
+    over([busy, part])
+    assert (here[: 11 * PAGE] == noise(1, 16 * PAGE)[: 11 * PAGE]).all()
+
+
 def test_memory_in_place_is_for_the_threads(make_near, make_child):
     """A page over there may have to be fetched first, for as long as that takes."""
     near, child = make_near(inline_nbytes=1 << 20), make_child()

@@ -168,6 +168,25 @@ def test_work_of_another_thread_counts(make_pool):
     assert pool.stop(0.0) == 0
 
 
+def test_withdraw(make_pool):
+    """Only the task that was queued last under a key can be taken back, while it waits."""
+    pool, notes, hold = make_pool(), Recorder(), held(make_pool)
+    running, first, second = (notes.task(n, hold) for n in ("running", "first", "second"))
+    pool.submit("a", [running])
+    assert notes.started.acquire(timeout=LIMIT)
+    pool.submit("a", [first, second])
+    assert not pool.withdraw("a", running)
+    assert not pool.withdraw("a", first)
+    assert not pool.withdraw("b", second)
+    assert pool.withdraw("a", second)
+    assert pool.withdraw("a", first)
+    assert not pool.withdraw("a", first)
+    hold.set()
+    until(lambda: not pool._running, "idle")
+    assert notes.ran == ["running"]
+    assert not notes.dropped
+
+
 def test_stop_waits_for_work_of_another_thread(make_pool):
     """Until it has ended, within the time given."""
     pool, found = make_pool(), []
