@@ -5,8 +5,8 @@ two calls of ``progress``, less than a millisecond; and only in memory that is m
 there whether its owner runs, stands still or has died.  What is read in place has no such bound
 (a page may have to be fetched over there), so that is for the copy threads.
 
-Of what is more than that, ``post`` copies a chunk, if one fits, while the threads wake up for the
-others, and then, within the same bound, those that none of them has begun.
+Of what is more than one chunk, ``post`` copies one while the threads wake up for the others, and
+then, within the same bound, those that none of them has begun.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class InlineCopies:
 
         For the pool these run under ``key`` as well: they count for ``when_idle`` and ``stop``.
         """
+        own = tasks[-1]
         # Where another path's post is at it, this one does not wait for its turn.
-        if not self._fits(tasks[-1:]) or not self._turn.acquire(blocking=False):
+        if not self._fits(own) or not self._turn.acquire(blocking=False):
             self._pool.submit(key, tasks)
             return
         try:
@@ -62,30 +63,26 @@ class InlineCopies:
                 self._pool.submit(key, tasks)
                 return
             try:
-                self._run_some(key, tasks)
+                if len(tasks) > 1:
+                    self._pool.submit(key, tasks[:-1])
+                self._run(own)
+                for task in tasks[-2::-1]:
+                    if not self._fits(task) or not self._pool.withdraw(key, task):
+                        break  # the threads have the others
+                    self._run(task)
             finally:
                 self._pool.leave(key)
         finally:
             self._turn.release()
-
-    def _run_some(self, key: Hashable, tasks: Sequence[ChunkTask]) -> None:
-        shared = not self._fits(tasks)
-        if shared:
-            self._pool.submit(key, tasks[:-1])
-        self._run(tasks[-1])
-        for task in tasks[-2::-1]:
-            if shared and not (self._fits([task]) and self._pool.withdraw(key, task)):
-                return  # the threads have the others
-            self._run(task)
 
     def _run(self, task: ChunkTask) -> None:
         self._bytes_left -= task.nbytes
         self._pieces_left -= task.pieces
         task.run(self._scratch)
 
-    def _fits(self, tasks: Sequence[ChunkTask]) -> bool:
+    def _fits(self, task: ChunkTask) -> bool:
         return (
-            not any(task.in_place for task in tasks)
-            and sum(task.nbytes for task in tasks) <= self._bytes_left
-            and sum(task.pieces for task in tasks) <= self._pieces_left
+            not task.in_place
+            and task.nbytes <= self._bytes_left
+            and task.pieces <= self._pieces_left
         )

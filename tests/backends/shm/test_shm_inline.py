@@ -140,8 +140,8 @@ def test_no_more_than_so_many_pieces(make_near, make_child, gate):
 
 
 def test_chunks_that_no_thread_has_begun(make_near, make_child, gate, monkeypatch):
-    """Several chunks that fit are all copied in ``post``. Of more, ``post`` copies one, and others
-    as well if no thread comes to take them: as far as the limit goes."""
+    """Of several chunks ``post`` copies one, and the others as well if no thread comes to take
+    them: as far as the limit goes."""
     monkeypatch.setattr(jobs, "CHUNK_BYTES_MIN", PAGE)
     near, child = make_near(workers=1, inline_nbytes=6 * PAGE), make_child()
     here, path = path_to(near, child, 16 * PAGE)
