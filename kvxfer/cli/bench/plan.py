@@ -81,7 +81,7 @@ class BenchPlan:
     """Transfers under way at once."""
     buffer: int = 256 * MIB
     """Bytes registered on each side: many times a processor's cache, so that memory is measured."""
-    seconds: float = 110.0
+    seconds: float = 100.0
     """For all measurements of all contenders together; set-up comes on top."""
     recovery: bool = True
     seed: int = 1
