@@ -54,7 +54,9 @@ LEAST = {
     ("python", "random", 16384): 0.6,
     ("python", "random", 4096): 0.6,
 }
-"""What is wanted of the C loop."""
+"""What is wanted of the C loop. Below it, the run ends with status 1."""
+TWO_FROM = 16384
+"""Bytes of a block from which on two threads have to be ahead of one."""
 
 C_LOOPS = r"""
 #define _GNU_SOURCE
@@ -224,6 +226,13 @@ def main() -> int:
         if (row["pattern"], row["size"]) == (pattern, size)
         and max(row[name]["to_loop"], row[name]["best_to_loop"]) < least
     ]
+    short += [
+        ("two threads", row["pattern"], row["size"])
+        for row in rows
+        if row["size"] >= TWO_FROM and max(row["two_to_one"], row["best_two_to_one"]) <= 1
+    ]
+    for name, pattern, size in short:
+        print(f"short of what is wanted: {name}, {in_words(size)} {pattern}")
     result = {
         "benchmark": "shm_copy",
         "python": platform.python_version(),
