@@ -22,7 +22,7 @@ from kvxfer.core.offer import Endpoint
 from kvxfer.core.topology import Ranks
 from kvxfer.errors import ConfigError, ErrorKind, TransferError
 from kvxfer.integrations.vllm import ConnectorConfig
-from kvxfer.integrations.vllm.caches import attention_groups
+from kvxfer.integrations.vllm.caches import attention_groups, refuse_host_buffer
 from kvxfer.integrations.vllm.params import Push
 from kvxfer.testing.clock import FakeClock
 
@@ -209,6 +209,24 @@ def test_70_bytes_per_block_may_differ_tokens_may_not() -> None:
     longer = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=33, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"of 16 tokens.*of 32 tokens"):
         attention_groups(groups_of(small, longer))
+
+
+@pytest.mark.parametrize(
+    ("caches", "buffer", "refused"),
+    [("cuda", "cpu", True), ("cuda", "cuda", False), ("cpu", "cpu", False)],
+)
+def test_staging_in_host_memory_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, caches: str, buffer: str, refused: bool
+) -> None:
+    """What ``set_host_xfer_buffer_ops`` is for stops the engine at start; device memory moves where
+    it lies, and host memory needs no staging."""
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=caches))
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer))
+    if refused:
+        with pytest.raises(ConfigError, match="set_host_xfer_buffer_ops"):
+            refuse_host_buffer(config)
+    else:
+        refuse_host_buffer(config)
 
 
 @pytest.mark.parametrize("addressed", [True, False])
