@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Poster"]
 
+_HELD_UP = 0.5
+"""Seconds. A deadline that is looked at later than that says nothing of the engine."""
+
 _STUCK = Verdict(
     kind=ErrorKind.TIMEOUT,
     action=Action.FAIL,
@@ -87,7 +90,13 @@ class Poster:
         """Take what the thread has done, and queue what can be queued."""
         self._collect(now)
         if self._posting is not None and now >= self._post_deadline:
-            self._stuck(now)
+            if now < self._post_deadline + _HELD_UP:
+                self._stuck(now)
+            else:
+                # We look that late only where this process was held up, its other threads as well.
+                self._ctx.counters.count("posts.held_up")
+                self._post_deadline = now + _HELD_UP
+                self._ctx.at(self, self._post_deadline)
         if not self._unplaced:
             return
         path, transport = self._link.path, self._link.transport

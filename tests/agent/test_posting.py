@@ -134,6 +134,30 @@ def test_a_stuck_post_fails_its_part_in_time(rig: Rig, bench: Bench) -> None:
     assert bench.c.agent.health().warnings == ()
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_process_that_was_held_up_waits_a_little_longer(
+    rig: Rig, bench: Bench, returns: bool
+) -> None:
+    """It looks long after ``Timeouts.post``: nothing of it ran meanwhile, the posting thread
+    neither. A call that returns then has succeeded; one that does not is given up soon."""
+    p = peer(rig, "p")
+    bench.engine.stuck.add(p.transport.incarnation)
+    handle = bench.pull(p, "t")
+    bench.until_inside(1)
+    rig.clock.advance(TIMEOUTS.post + 0.8)
+    bench.real(lambda: bench.c.counters.get("posts.held_up") == 1)
+    assert not handle.done
+    if returns:
+        bench.engine.free.set()
+        bench.real(lambda: handle.done)
+        assert handle.error is None
+        assert bench.c.of(Received)
+    else:
+        assert rig.run(lambda: handle.done) == pytest.approx(0.5, abs=0.05)
+        assert "Timeouts.post is over" in str(handle.error)
+        bench.let_go()
+
+
 def test_another_thread_goes_on(rig: Rig, bench: Bench) -> None:
     """After one stuck call the peer gets another thread, and a new path: one thread per path."""
     p = peer(rig, "p")
