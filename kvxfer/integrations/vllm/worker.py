@@ -119,8 +119,8 @@ class WorkerHalf:
             self.tally.count(event)
             if isinstance(event, _WORTH_A_LINE):
                 why = getattr(event, "error", None) or getattr(event, "reason", "")
-                kind = type(event).__name__.lower()
-                self._log.problem(kind, "%s %s: %s", kind, event.transfer_id, why)
+                kind = type(event).__name__
+                self._log.problem("not_moved", "%s %s: %s", kind, event.transfer_id, why)
         sent, ends = self.outcomes.of(report.events)
         found = KVConnectorTransferResults(sent, set(), set())
         for end in ends:
