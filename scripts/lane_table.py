@@ -335,14 +335,11 @@ def _iproute2(run: LaneRun) -> None:
 
 
 def _net(run: LaneRun, ready: Sequence[Ready]) -> None:
-    """The control channel alone, then transfers over Mooncake."""
-    run.pytest(ready[0].python, "tests/net", "--net-backend", "mooncake")
-
-
-def _net_nixl(run: LaneRun, ready: Sequence[Ready]) -> None:
-    """Transfers over NIXL: not a lane of every run, see docs/limits.md."""
+    """The control channel alone, then transfers over Mooncake and over NIXL."""
+    mooncake, nixl = ready
+    run.pytest(mooncake.python, "tests/net", "--net-backend", "mooncake")
     words = ("tests/net/test_two_hosts.py", "--net-backend", "nixl")
-    run.pytest(ready[0].python, *words, env={"UCX_MODULES": NO_IB})
+    run.pytest(nixl.python, *words, env={"UCX_MODULES": NO_IB})
 
 
 def _sim(run: LaneRun, ready: Sequence[Ready]) -> None:
@@ -568,17 +565,9 @@ LANES = {
         Lane(
             "net",
             "two hosts in network namespaces, whose link is cut and healed",
-            (MOONCAKE,),
+            (MOONCAKE, NIXL),
             _net,
             before=(_iproute2, _mooncake_libraries),
-        ),
-        Lane(
-            "net-nixl",
-            "the same with transfers over NIXL, where UCX was seen to fail",
-            (NIXL,),
-            _net_nixl,
-            before=(_iproute2,),
-            by_name_only=True,
         ),
         Lane(
             "failover",

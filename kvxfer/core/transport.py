@@ -4,7 +4,8 @@ A backend subclasses ``Transport`` and implements the methods that begin with an
 public ones check their arguments here, once for all backends.  Everything convenient (retries,
 leases, rank mapping, ACKs) lives above.
 
-Thread rules: ``register`` and ``deregister`` may be called from any thread and may block.
+Thread rules: ``register`` and ``deregister`` may be called from any thread and may block, and so
+may ``close``.
 ``post`` is called from one thread at a time per path, which is the agent's posting thread where
 ``Capabilities.may_block_in_post``, while another thread may be inside ``progress``.  Everything
 else is called from one thread, the agent's progress thread, and must not wait.
@@ -16,6 +17,7 @@ import collections
 import itertools
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "Path", "Peer", "PeerInfo", "Transport"]
 
 T = TypeVar("T")
+
+PROGRESS_GRACE_S = 0.5
+"""How long ``close`` waits for a thread that is inside ``progress``, though it was given less. An
+engine must not be ended under a thread, and a round of progress is short."""
 
 
 @attrs.frozen(kw_only=True)
@@ -228,6 +234,11 @@ class Transport(ABC):
         self._paths: dict[Path, None] = {}
         self._registered: set[Region] = set()
         self._connections = itertools.count(1)
+        self._engine_ended = False
+        """``_close`` has ended the engine: it reads and writes nothing of ours any more."""
+        self._progressing = False
+        """A thread is inside ``_advance``. ``progress`` sets it before it looks at ``closed``, and
+        ``close`` goes the other way round: one of the two notices the other, without a lock."""
 
     # ---- what a backend author writes -----------------------------------------------------
 
@@ -267,7 +278,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _close(self, deadline: float) -> None:
-        """Free everything. ``deadline`` is seconds from now; never join a stuck thread longer."""
+        """Free everything. ``deadline`` is seconds from now; never join a stuck thread longer.
+
+        No ``_advance`` runs, nor will one, unless ``_progressing`` is true: then a thread is stuck
+        inside it, and what it uses must be left alone.
+        """
 
     def _fence(self, peer: Peer) -> Pollable[Fence]:
         """Prove that nothing of ``peer`` lands any more. Default: this engine cannot."""
@@ -475,8 +490,12 @@ class Transport(ABC):
         An attempt can appear again when it drains after it failed. Cost does not depend on peers,
         paths or regions that are idle.  After ``close`` it returns what was not collected yet.
         """
-        if not self.closed:
-            self._advance(budget)
+        self._progressing = True
+        try:
+            if not self.closed:
+                self._advance(budget)
+        finally:
+            self._progressing = False
         changed = self._changed
         if not changed:
             return []
@@ -502,20 +521,31 @@ class Transport(ABC):
         return self._until_fenced(peer, self._disconnect)
 
     def close(self, deadline: float = 5.0) -> list[Attempt]:
-        """Close everything within ``deadline`` seconds; returns what was not drained by then."""
+        """Close everything within ``deadline`` seconds; returns what was not drained by then.
+
+        The one call that may come from any thread: where another one is inside ``progress``, it
+        waits for that first, at least for ``PROGRESS_GRACE_S``.
+        """
         if self.closed:
             return []
+        end = time.monotonic() + deadline
         self.closed = True
         left: list[Attempt] = []
         for path in tuple(self._paths):
             self._fail_pending(path, "the transport was closed")
-        self._close(deadline)
+        self._let_progress_end(max(deadline, PROGRESS_GRACE_S))
+        self._close(max(0.0, end - time.monotonic()))
         self._registered.clear()
         for path in tuple(self._paths):
             left.extend(a for a in tuple(path.undrained) if not a.drained)
         return left
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _let_progress_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._progressing and time.monotonic() < end:
+            time.sleep(0.0005)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -550,7 +580,7 @@ class Transport(ABC):
             for attempt in tuple(path.undrained)
         )
         reason = f"{left} attempts were not drained when the transport was closed" if left else ""
-        return Fence(done=not left, reason=reason)
+        return Fence(done=not left, reason=reason, source_done=self._engine_ended or not left)
 
     def _fail_pending(self, path: Path, why: str) -> None:
         for attempt in tuple(path.undrained):

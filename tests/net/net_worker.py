@@ -21,11 +21,11 @@ from kvxfer.core.plugins import create_transport
 from kvxfer.keeper.config import KeeperConfig
 from kvxfer.policies.timeouts import Timeouts
 
-TIMEOUTS = Timeouts(connect=6.0, queue=6.0, post=6.0, transfer=10.0, ack=10.0, drain=2.0)
-LEASE, MARGIN = 12.0, 0.5
+TIMEOUTS = Timeouts(connect=10.0, queue=10.0, post=10.0, transfer=20.0, ack=15.0, drain=2.0)
+LEASE, MARGIN = 20.0, 0.5
 LONGEST = TIMEOUTS.connect + TIMEOUTS.queue + TIMEOUTS.transfer + TIMEOUTS.ack + LEASE + MARGIN
 """No transfer may be open for longer, in seconds."""
-NOTICED = 6.0
+NOTICED = 10.0
 """Seconds within which a connection that is dead counts as lost."""
 
 

@@ -110,8 +110,9 @@ def test_reads_and_writes_cross(crossing: Crossing) -> None:
         crossing.request()
     assert crossing.settle("transfers", *crossing.both)
     crossing.in_order()
-    assert crossing.outcomes["consumer received"] == 16, crossing.outcomes
-    assert crossing.failed == 0
+    seen = f"{dict(crossing.outcomes)} {list(crossing.why)}"
+    assert crossing.outcomes["consumer received"] == 16, seen
+    assert crossing.failed == 0, seen
 
 
 def test_a_cut_shorter_than_the_deadlines_harms_nothing(crossing: Crossing) -> None:

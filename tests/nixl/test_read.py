@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import attrs
@@ -303,3 +304,31 @@ def test_a_process_that_used_it_exits_cleanly():
             check=False,
         )
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_closed_while_another_thread_asks(rig):
+    """Progress is inside NIXL as the transport is closed with transfers in flight: their handles
+    are released only when it has left."""
+    far = rig.far()
+    path = rig.connect(far)
+    far.stop()
+    attempts = [rig.transport.post(Op.READ, path, BATCHES["blocks"]) for _ in range(4)]
+    asked, seen = threading.Event(), []
+    ask = rig.transport._agent.state
+
+    def slowly(handle):
+        asked.set()
+        while not rig.transport.closed:
+            time.sleep(0.001)
+        state = ask(handle)
+        seen.append(state)
+        return state
+
+    rig.transport._agent.state = slowly
+    thread = threading.Thread(target=rig.transport.progress)
+    thread.start()
+    assert asked.wait(60.0)
+    rig.transport.close(0.0)
+    thread.join()
+    assert seen[:1] == ["PROC"]
+    assert all(attempt.drained for attempt in attempts)

@@ -155,6 +155,12 @@ class Soak:
                 self.quarantined.add(message["id"])
             case "drained":
                 self.quarantined.discard(message["id"])
+            case "gone":
+                status = child.process.wait(
+                    10
+                )  # its output has ended: so has it, or it is about to
+                if status not in (0, -signal.SIGKILL):  # what the rig does to it
+                    self.problems.append(f"{child.name} died by itself, with status {status}")
         return {**message, "child": child}
 
     def until(self, done: Callable[[], bool], what: str, seconds: float) -> bool:

@@ -271,7 +271,7 @@ class MooncakeTransport(Transport):
             }
         for remote in remotes:
             remote.thread.stop()
-        if not self._gate.close(deadline):
+        if not self._gate.close(deadline) or self._progressing:
             # Ending the engine under a thread that is inside it would end the process.
             self.abandoned += 1
             _abandoned.append((self._engine, self._tokens, self._flights))
@@ -280,6 +280,7 @@ class MooncakeTransport(Transport):
         with self._flights.lock:
             self._flights.under_way.clear()
         self._engine.shut()
+        self._engine_ended = True
         for path in tuple(self._paths):
             for attempt in tuple(path.undrained):
                 # Without an engine nothing lands here. What a WRITE has sent may land there.

@@ -311,7 +311,7 @@ class MoriioTransport(Transport):
             peer.thread.stop()
         self._generations.close(left())
         live = self._generations.live
-        empty = [generation.leave(left()) for generation in live]
+        empty = [generation.leave(left()) and not self._progressing for generation in live]
         self._settle_ended()
         unfinished = self._poster.finish()
         for peer in peers:
@@ -323,6 +323,7 @@ class MoriioTransport(Transport):
             else:
                 # Ending the engine under a thread that is inside it would end the process.
                 _abandoned.append((generation, list(unfinished), registered))
+        self._engine_ended = all(empty)
         for path in tuple(self._paths):
             for attempt in tuple(path.undrained):
                 # Without queue pairs nothing lands here. What a WRITE has sent may land there.

@@ -284,61 +284,70 @@ class NixlTransport(Transport):
     def _advance(self, budget: int) -> None:
         if not (self._flights or self._forgotten) or not self._lock.try_enter():
             return
-        leaving = False
         try:
-            self._release_lists()
-            still: list[_Flight] = []
-            ended = 0
-            for i, flight in enumerate(self._flights):
-                if ended >= budget:
-                    still.extend(self._flights[i:])
-                    break
-                try:
-                    state = self._agent.state(flight.handle)
-                except Exception as error:  # noqa: BLE001 - its exceptions share no other base
-                    self._failed(flight, describe(error), Accepted.ALL)
-                else:
-                    if state == "PROC":
-                        still.append(flight)
-                        continue
-                    self._ended(flight, state)
-                ended += 1
-                flight.remote.flights -= 1
-                leaving |= not flight.remote.users and not flight.remote.flights
-            self._flights = still
-            if leaving:
-                self._remotes.forget_unused()
+            self._collect(budget)
         finally:
             self._lock.leave()
+
+    def _collect(self, budget: int) -> None:
+        """See what has ended, at most ``budget``. Called with the lock held."""
+        leaving = False
+        self._release_lists()
+        still: list[_Flight] = []
+        ended = 0
+        for i, flight in enumerate(self._flights):
+            if ended >= budget:
+                still.extend(self._flights[i:])
+                break
+            try:
+                state = self._agent.state(flight.handle)
+            except Exception as error:  # noqa: BLE001 - its exceptions share no other base
+                self._failed(flight, describe(error), Accepted.ALL)
+            else:
+                if state == "PROC":
+                    still.append(flight)
+                    continue
+                self._ended(flight, state)
+            ended += 1
+            flight.remote.flights -= 1
+            leaving |= not flight.remote.users and not flight.remote.flights
+        self._flights = still
+        if leaving:
+            self._remotes.forget_unused()
 
     # ---- the end ---------------------------------------------------------------------------
 
     def _close(self, deadline: float) -> None:
         for thread in tuple(self._threads):
             thread.stop()
-        if not self._gate.close(deadline):
+        if not self._gate.close(deadline) or self._progressing:
             # Ending the agent under a thread that is inside it would end the process.
             _abandoned.append((self._agent, self._flights))
             return
-        # Better that they end than that we end the agent under them: UCX was seen to abort then.
-        until = time.monotonic() + min(deadline / 2, _LAST_CHANCE)
-        self._advance(len(self._flights))
-        while self._flights and time.monotonic() < until:
-            time.sleep(0.001)
-            self._advance(len(self._flights))
-        for flight in self._flights:
-            _release(flight.handle)
-        self._flights.clear()
-        for peer in self._remotes.users():
-            for path in tuple(peer.paths):
-                path.close()
-        self._release_lists()
-        self._agent.shut()
+        with self._lock:  # another thread may still close paths
+            self._end_agent(min(deadline / 2, _LAST_CHANCE))
         for path in tuple(self._paths):
             for attempt in tuple(path.undrained):
                 # Without an agent nothing lands here. What a WRITE has sent may land there.
                 if attempt.op is Op.READ and attempt.mark_drained(AGENT_CLOSED):
                     self._report(attempt)
+
+    def _end_agent(self, patience: float) -> None:
+        """End the agent, and what is in flight with it. Called with the lock held."""
+        # Better that they end than that we end the agent under them: UCX was seen to abort then.
+        until = time.monotonic() + patience
+        self._collect(len(self._flights))
+        while self._flights and time.monotonic() < until:
+            time.sleep(0.001)
+            self._collect(len(self._flights))
+        while self._flights:  # popped: whoever names a handle keeps NIXL's agent alive
+            _release(self._flights.pop().handle)
+        for peer in self._remotes.users():
+            for path in tuple(peer.paths):
+                path.close()
+        self._release_lists()
+        self._agent.shut()
+        self._engine_ended = True
 
 
 def _release(handle: Any) -> None:
