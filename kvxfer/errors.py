@@ -215,7 +215,7 @@ class CircuitOpenError(TransportError):
 class TransferError(KvxferError, RuntimeError):
     """Why a transfer failed: the value inside ``Failed`` and ``TransferHandle.error``.
 
-    ``history`` lists the attempts that were made, oldest first.
+    ``history`` lists the attempts that were made, oldest first.  ``fresh_blocks``: see ``Failed``.
     """
 
     def __init__(
@@ -226,9 +226,11 @@ class TransferError(KvxferError, RuntimeError):
         next_step: str = "",
         engine: EngineError | None = None,
         history: tuple[HistoryEntry, ...] = (),
+        fresh_blocks: bool = False,
     ) -> None:
         super().__init__(message, next_step=next_step)
         self.kind = kind
+        self.fresh_blocks = fresh_blocks
         self.engine = engine
         self.history = history
 

@@ -13,6 +13,7 @@ import attrs
 
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
+from kvxfer.agent.part import FRESH_BLOCKS
 from kvxfer.core import wire
 from kvxfer.core.acks import Ack, AckOutcome, AckReconciler
 from kvxfer.core.events import BlockIds, Failed, Received, Role
@@ -50,6 +51,8 @@ class _Writer:
     link: Link
     sealed: bool = False
     drained: bool = False
+    left: frozenset[str] | None = None
+    """The backends over which something of it may still land; None: any."""
 
 
 class Accepting:
@@ -226,6 +229,7 @@ class Accepting:
         if writer is None:
             return
         writer.drained = writer.drained or message.drained
+        writer.left = frozenset(message.left) or None
         if not message.began and message.drained and not writer.sealed:
             # It never began: the others decide.
             writer.link.unwatch(self)
@@ -233,7 +237,17 @@ class Accepting:
         elif self._complete and self.draining is None:
             self.fail(_two_producers(), now)
         elif self.draining is None:
-            self.fail(TransferError(f"the producer failed: {message.message}", kind=kind), now)
+            if message.fresh:
+                self._ctx.counters.count("failover.fresh_blocks")
+            self.fail(
+                TransferError(
+                    f"the producer failed: {message.message}",
+                    kind=kind,
+                    next_step=FRESH_BLOCKS if message.fresh else "",
+                    fresh_blocks=message.fresh,
+                ),
+                now,
+            )
         self._ctx.soon(self)
 
     # ---- the end -----------------------------------------------------------------------------
@@ -249,6 +263,11 @@ class Accepting:
 
     def _drained(self) -> bool:
         return all(writer.drained for writer in self._writers.values())
+
+    def _left_over(self, link: Link) -> frozenset[str] | None:
+        """Over which backends that producer may still write here; None: any."""
+        writer = self._writers.get(link.incarnation)
+        return None if writer is None else writer.left
 
     def _fenced(self) -> None:
         for writer in self._writers.values():
@@ -285,6 +304,7 @@ class Accepting:
             error=error,
             blocks=self._block_ids(),
             drained=drained,
+            fresh_blocks=error.fresh_blocks,
         )
         if drained:
             self._end(now)
@@ -297,6 +317,7 @@ class Accepting:
                 links=[w.link for w in self._writers.values() if not w.drained],
                 op=Op.WRITE,
                 peers_write=True,
+                over=self._left_over,
                 abandon=lambda: None,
                 is_drained=self._drained,
                 on_fenced=self._fenced,

@@ -8,7 +8,6 @@ from kvxfer.core.events import BlockIds, Drained, Quarantined, Role
 from kvxfer.core.inflight import QuarantineEntry
 from kvxfer.core.observations import QuarantineLeft
 from kvxfer.core.verdict import Op
-from kvxfer.errors import StaleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +29,8 @@ class Draining:
     concerned.  What neither proves goes into quarantine, and leaves it when the proof arrives
     after all, or by ``reclaim``.
 
-    ``peers_write``: it is the peers that write into our memory (WRITE, consumer side).
+    ``peers_write``: it is the peers that write into our memory (WRITE, consumer side).  ``over``
+    says over which backends something may still move between us and that peer; None: over any.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Draining:
         links: Sequence[Link],
         op: Op,
         peers_write: bool,
+        over: Callable[[Link], frozenset[str] | None],
         is_drained: Callable[[], bool],
         on_fenced: Callable[[], None],
         free: Callable[[float], None],
@@ -57,6 +58,8 @@ class Draining:
         self._links = links
         self._op = op
         self._peers_write = peers_write
+        self._over = over
+        self._fenced_over: dict[Link, frozenset[str] | None] = {}
         self._is_drained = is_drained
         self._on_fenced = on_fenced
         self._free = free
@@ -111,9 +114,8 @@ class Draining:
             if self._left:
                 self._abandon()  # what was sent is the receiver's to fence; the source is not read
             self._on_fenced()
-            # A fenced connection carries nothing any more: the two sides have to meet anew.
             for link in [link for link in self._links if link not in self._left]:
-                link.fail(StaleError(f"{link!r} was fenced"), now)
+                link.fenced(self._fenced_over[link], now)
             if self._is_drained():
                 self._finish("fence", now)
                 return
@@ -131,7 +133,8 @@ class Draining:
         for link in self._links:
             # Where there is no connection from here, nothing of ours was posted. A peer that writes
             # needs none of ours: then there may be nothing that we could fence.
-            fences, reasons = link.begin_fences(they_write=self._peers_write)
+            over = self._fenced_over[link] = self._over(link)
+            fences, reasons = link.begin_fences(they_write=self._peers_write, over=over)
             self._fences += [(link, fence) for fence in fences]
             self._reasons += reasons
             self._ctx.counters.count("fences.begun", len(fences))

@@ -408,14 +408,12 @@ class Link:
 
     def _backend_failed(self, error: KvxferError, now: float) -> None:
         """The backend in use cannot reach the peer: the next one, or none."""
-        if self.switching is None or not self.switching.fault(error, now, final=True):
+        if not self._moved(error, now):
             self.fail(error, now)
 
     def gave_up(self, error: KvxferError, now: float) -> bool:
         """A call can do no more over the backend in use; True if the link has moved to another."""
-        if self.switching is None or error.kind not in _MOVED_FOR or not self.usable:
-            return False
-        return bool(self.switching.fault(error, now, final=True))
+        return error.kind in _MOVED_FOR and self.usable and self._moved(error, now)
 
     def too_late(self, error: KvxferError, now: float) -> None:
         """A part was not complete in time. It is lost; others may be better off elsewhere."""
@@ -442,19 +440,28 @@ class Link:
             ]
         return self._old_peers
 
-    def begin_fences(self, *, they_write: bool) -> tuple[list[Pollable[Fence]], list[str]]:
+    def begin_fences(
+        self, *, they_write: bool, over: frozenset[str] | None
+    ) -> tuple[list[Pollable[Fence]], list[str]]:
         """Ask for the proof that nothing of that peer lands any more, and why some cannot be asked.
 
-        ``they_write``: nothing that the peer writes, over any backend that it may use.
+        ``they_write``: nothing that the peer writes, over any backend that it may use.  ``over``:
+        only over these.
         """
         if not they_write:
-            return [peer.transport.fence(peer) for peer in self.peers_to_fence], []
+            peers = [p for p in self.peers_to_fence if over is None or p.transport.name in over]
+            return [peer.transport.fence(peer) for peer in peers], []
         fences: list[Pollable[Fence]] = []
         if self.hello is None:
             return fences, [f"no connection to {self.incarnation} that could be fenced"]
+        unknown = (over or frozenset()) - set(self._used)
+        if unknown:
+            return fences, [f"it wrote over {', '.join(sorted(unknown))}, which we do not share"]
         known = [*self.peers_to_fence, *self._kept.values()]
         for transport in self._table.local.transports:
-            if transport.name not in self._used:
+            if transport.name not in self._used or (
+                over is not None and transport.name not in over
+            ):
                 continue
             peers = [peer for peer in known if peer.transport is transport]
             try:
@@ -464,6 +471,24 @@ class Link:
             except KvxferError as error:
                 return fences, [f"{transport.name} cannot be fenced: {error}"]
         return fences, []
+
+    def fenced(self, over: frozenset[str] | None, now: float) -> None:
+        """Its connections over these backends, or all, were fenced: they carry nothing any more.
+
+        Over the backend in use the two sides have to meet anew, unless they can go on over another.
+        """
+        for backend in tuple(self._kept):
+            if over is None or backend in over:
+                self.drop_kept(backend)
+        if over is not None and (self.transport is None or self.transport.name not in over):
+            return
+        error = StaleError(f"{self!r} was fenced")
+        if over is None or not self.usable or not self._moved(error, now):
+            self.fail(error, now)
+
+    def _moved(self, error: KvxferError, now: float) -> bool:
+        """Whether the link has left the backend in use, which cannot be used at all."""
+        return self.switching is not None and bool(self.switching.fault(error, now, final=True))
 
     def _renew(self, now: float) -> None:
         """Make the connection anew, on both sides: the peer does the same on our next hello."""

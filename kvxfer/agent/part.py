@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from kvxfer.policies.credit_queue import Grant, QueueState
     from kvxfer.policies.retry import RetryRun
 
-__all__ = ["Call", "Part", "history_of"]
+__all__ = ["FRESH_BLOCKS", "Call", "Part", "history_of", "undrained_over"]
+
+FRESH_BLOCKS = "begin again with fresh destination blocks; these are drained later, or quarantined"
+"""The advice that goes with ``Failed.fresh_blocks``."""
 
 
 class _CallState(enum.Enum):
@@ -499,14 +502,15 @@ class Part:
         self.ctx.at(self, now + self.ctx.config.pump_interval)
 
     def _fail_unproven(self, left: str, why: str) -> None:
+        self.ctx.counters.count("failover.fresh_blocks")
         self.fail(
             TransferError(
                 f"{left} failed, and nothing proves that it does not write any more where "
                 f"{self.backend} would have to: {why}",
                 kind=ErrorKind.CONNECTION,
-                next_step="begin again with fresh destination blocks; these are drained later, or "
-                "quarantined",
+                next_step=FRESH_BLOCKS,
                 history=self.history,
+                fresh_blocks=True,
             )
         )
 
@@ -662,6 +666,15 @@ class Part:
         )
 
     @property
+    def undrained_over(self) -> frozenset[str]:
+        """The backends over which something of it may still touch memory."""
+        names = {
+            attempt.path.peer.transport.name for attempt in self.undrained if not attempt.drained
+        }
+        posting = [c.transport for c in self._open if c.state is _CallState.POSTING]
+        return frozenset(names.union(t.name for t in posting if t is not None))
+
+    @property
     def done(self) -> bool:
         return self.settled and self.drained and self.error is None and not self.stopped
 
@@ -674,6 +687,11 @@ class _Nobody:
 
 
 _NOBODY = _Nobody()
+
+
+def undrained_over(parts: Sequence[Part], link: Link) -> frozenset[str]:
+    """``Part.undrained_over`` of those that go over ``link``."""
+    return frozenset[str]().union(*(part.undrained_over for part in parts if part.link is link))
 
 
 def history_of(parts: Sequence[Part]) -> tuple[HistoryEntry, ...]:

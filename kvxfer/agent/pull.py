@@ -18,7 +18,7 @@ from kvxfer.agent.batches import batch_of
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part, history_of
+from kvxfer.agent.part import Part, history_of, undrained_over
 from kvxfer.core import wire
 from kvxfer.core.events import BlockIds, Failed, Gone, Received, Role
 from kvxfer.core.layout import plan_layers
@@ -426,6 +426,7 @@ class Pull:
             error=error,
             blocks=self._block_ids(),
             drained=drained,
+            fresh_blocks=error.fresh_blocks,
         )
         if drained:
             self._release(ok=False, now=now)
@@ -439,6 +440,7 @@ class Pull:
                 links=[s.link for s in self._sources if s.link is not None],
                 op=Op.READ,
                 peers_write=False,
+                over=partial(undrained_over, parts),
                 abandon=partial(_abandon, parts),
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,

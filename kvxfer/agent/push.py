@@ -18,7 +18,7 @@ from kvxfer.agent.coverage import distinct_nbytes
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part, history_of
+from kvxfer.agent.part import Part, history_of, undrained_over
 from kvxfer.core import wire
 from kvxfer.core.capabilities import Visibility
 from kvxfer.core.events import BlockIds, Failed, Role, Sent
@@ -484,6 +484,7 @@ class Push:
             error=error,
             blocks=self._block_ids(),
             drained=drained,
+            fresh_blocks=error.fresh_blocks,
         )
         if drained:
             self._end(now)
@@ -496,6 +497,7 @@ class Push:
                 links=[t.link for t in self._targets if t.link is not None],
                 op=Op.WRITE,
                 peers_write=False,
+                over=partial(undrained_over, parts),
                 abandon=self._abandon,
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,
@@ -523,7 +525,15 @@ class Push:
                 self._ctx.counters.count("push_failed.not_sent")
                 continue
             box.mail(
-                wire.PushFailed(target.ref, error.kind.value, error.message[:4096], drained, True),
+                wire.PushFailed(
+                    target.ref,
+                    error.kind.value,
+                    error.message[:4096],
+                    drained,
+                    True,
+                    left=sorted(undrained_over(target.parts, target.link)),
+                    fresh=error.fresh_blocks,
+                ),
                 now=now,
                 until=now + self._ctx.timeouts.ack + self._ctx.timeouts.drain,
                 to=target.link.incarnation,

@@ -92,6 +92,12 @@ class Failed(Event):
     Of a hold: every reader is finished, one of them without the bytes, and none has tried again
     within ``AgentConfig.retry_window``. ``kind`` is what the reader said, ``drained`` is true, and
     the blocks are yours again.
+
+    ``fresh_blocks``: nothing but the destination blocks stands in the way.  Something that the
+    backend which failed has sent may still land in them, so the backend in use now must not write
+    there.  Begun again at once into other destination blocks it goes over that one: the consumer
+    pulls the same offer again, or accepts another transfer, to which the producer pushes the same
+    source blocks.  On a WRITE both sides are told.
     """
 
     role: Role
@@ -99,6 +105,7 @@ class Failed(Event):
     error: TransferError
     blocks: BlockIds = ()
     drained: bool = True
+    fresh_blocks: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -294,10 +294,12 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
     message: Text = ""
 
 
-class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
+class PushFailed(msgspec.Struct, frozen=True, tag="push_failed", omit_defaults=True):
     """WRITE: the producer gave up, or pushes nothing (``began`` is false). Confirmed.
 
-    ``drained``: nothing of it can land any more.
+    ``drained``: nothing of it can land any more.  Otherwise ``left`` names the backends over which
+    something may, all of them; an older sender names none, and then it may be any.  ``fresh``: the
+    same transfer can be pushed at once into fresh destination blocks.
     """
 
     ref: Ref
@@ -305,6 +307,8 @@ class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
     message: Text
     drained: bool
     began: bool
+    left: Annotated[list[Token], Meta(max_length=16)] = []
+    fresh: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -16,7 +16,7 @@ from kvxfer.agent import Agent, TransferHandle
 from kvxfer.agent.config import AgentConfig
 from kvxfer.backends.loopback import LoopbackConfig, LoopbackTransport
 from kvxfer.core.attempt import Attempt
-from kvxfer.core.events import BackendChanged, Failed, PeerDown, Received
+from kvxfer.core.events import BackendChanged, Drained, Failed, PeerDown, Received
 from kvxfer.core.transport import Transport
 from kvxfer.core.verdict import EngineError, Op
 from kvxfer.errors import ConfigError, ErrorKind
@@ -212,6 +212,9 @@ def test_what_nothing_proves_fails_with_fresh_blocks_as_the_next_step(rig: Rig) 
     assert not first.drained
     (failed,) = c.of(Failed)
     assert failed.blocks == ((1,),)
+    assert failed.fresh_blocks
+    assert first.error.fresh_blocks
+    assert c.counters["failover.fresh_blocks"] == 1
     c.first.release()
     rig.run(lambda: first.drained)
     again = c.agent.pull(offer, at(0, 2))
@@ -232,6 +235,41 @@ def test_a_write_that_may_still_land_is_not_written_twice(rig: Rig) -> None:
     assert not p.second.trespasses
     assert c.content([1]) == p.content([3])
     settled(rig, p, c)
+
+
+def test_a_write_that_nothing_proves_asks_both_sides_for_fresh_blocks(rig: Rig) -> None:
+    """Nothing proves to the producer that its first backend does not write any more: both sides
+    are told, by a field, that only fresh blocks are missing.  Pushed into such blocks it goes over
+    the second backend.  The consumer fences that first backend alone, which brings the old blocks
+    back and costs no connection."""
+    c = two(rig, "c", lease=20.0)
+    no_fence = [Fault(kind=FaultKind.FAIL)] * 9
+    plan = FaultPlan(posts=[LEAVES_BYTES], fences=no_fence)
+    p = two(rig, "p", plan=plan, failover=Failover(faults=1))
+    handle = push(p, c, "t", source=3)
+    rig.run(lambda: handle.done and bool(c.of(Failed)))
+    assert handle.error is not None
+    assert handle.error.fresh_blocks
+    (theirs,), (ours,) = p.of(Failed), c.of(Failed)
+    assert theirs.fresh_blocks
+    assert ours.fresh_blocks
+    assert ours.blocks == ((1,),)
+    assert not ours.drained
+    assert "fresh destination blocks" in str(ours.error)
+    again = push(p, c, "again", source=3, block=2)
+    rig.run(lambda: again.done)
+    assert again.error is None
+    assert c.content([2]) == p.content([3])
+    assert not p.second.trespasses
+    rig.run(lambda: bool(c.of(Drained)), seconds=30.0)
+    assert [e.drained_by for e in c.of(Drained)] == ["fence"]
+    before = c.content([1])
+    p.first.release()
+    rig.pass_time(5.0)
+    assert c.content([1]) == before
+    assert not c.of(PeerDown)
+    assert not p.of(PeerDown)
+    rig.run(lambda: not c.tables["draining"])
 
 
 def test_back_after_probes(rig: Rig) -> None:

@@ -67,6 +67,7 @@ def dying(life, before, after):
     life.traffic(1.0, victim, healthy)
     life.settle("what was under way", victim)
     life.serves("over the next backend", victim)
+    assert not life.problems, f"{life.problems} {life.outcomes}"
     (change,) = [c for c in life.changes if c.down]
     assert (change.before, change.backend) == (before, after)
     assert change.reason
@@ -98,11 +99,14 @@ def test_reads_survive_the_engine_of_the_peer(life, path):
     assert not [what for what in life.outcomes if "failed" in what]
 
 
-@cases(("nixl", "shm"), writes=True)
+@cases(("moriio", "shm"), ("moriio", "nixl"), ("nixl", "shm"), writes=True)
 def test_reads_and_writes_survive_it(life, path):
-    """READ: as above.  WRITE: the peer that pushes moves by itself; a push of which nothing proves
-    that it cannot land any more goes into fresh blocks, so that never two engines write one."""
-    dying(life, *path)
+    """READ: as above.  WRITE: the peer that pushes moves by itself; for a push of which nothing
+    proves that it cannot land any more both sides are asked for fresh blocks, into which it is
+    received over the next backend, so that never two engines write one."""
+    counters = dying(life, *path)
+    assert counters.get("failover.fresh_blocks", 0) >= life.tried_again
+    assert life.they_were_asked == life.tried_again
     victims = [c for c in life.their_changes if c[0] is life.victim]
     assert victims
     assert all(c[1:] == (*path, True) for c in victims)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.agent import Agent, AgentConfig
 from kvxfer.core.control_config import ControlConfig
-from kvxfer.core.events import BackendChanged, Event
+from kvxfer.core.events import BackendChanged, Event, Failed
 from kvxfer.core.layout import Blocks
 from kvxfer.core.offer import Endpoint
 from kvxfer.core.plugins import create_transport
@@ -74,7 +74,8 @@ class _Inside:
 
     def _event(self, event: Event) -> None:
         if event.transfer_id:
-            self.say(op="event", id=event.transfer_id, what=type(event).__name__)
+            fresh = isinstance(event, Failed) and event.fresh_blocks
+            self.say(op="event", id=event.transfer_id, what=type(event).__name__, fresh=fresh)
         elif isinstance(event, BackendChanged):
             self.say(op="changed", before=event.before, backend=event.backend, down=event.down)
 

@@ -90,6 +90,8 @@ class Seen:
         """Failed transfers of whose bytes some were there before the blocks were handed back."""
         self.tried_again = 0
         """Pushes that were begun again into fresh blocks."""
+        self.they_were_asked = 0
+        """Pushes of which the peer was told that they need fresh blocks."""
         self.reclaimed = 0
         """Transfers of the dead whose blocks nothing but their user could take back."""
         self.quarantined: dict[str, str] = {}
@@ -163,6 +165,8 @@ class Life(Seen):
         self.free = list(range(shape.blocks))
         self.open: dict[str, Request] = {}
         self.undrained: dict[str, Request] = {}
+        self._again: list[Request] = []
+        """Pushes that wait for fresh blocks."""
         self.contents: dict[int, Any] = {}
         self.asked: dict[str, tuple[Worker, list[int]]] = {}
         self.stock: list[tuple[str, Worker, list[int], Offer]] = []
@@ -224,6 +228,7 @@ class Life(Seen):
         self.dead.add(gone)
         self.stock = [entry for entry in self.stock if entry[1] is not gone]
         self.asked = {name: x for name, x in self.asked.items() if x[0] is not gone}
+        self._again = [request for request in self._again if request.worker is not gone]
 
     def stop(self) -> None:
         self.victim.signal(signal.SIGSTOP)
@@ -349,6 +354,7 @@ class Life(Seen):
             self._message(worker, message)
         for event in self.agent.poll():
             self._event(event)
+        self._begin_again()
 
     def _message(self, worker: Worker, message: dict[str, Any]) -> None:
         if message["op"] == "ready":
@@ -357,6 +363,10 @@ class Life(Seen):
             self._check_tables(worker, message)
             self.tables[worker] = message["tables"]
             self.counters[worker] = message["counters"]
+        elif message["op"] == "gone" and worker not in self.dead:
+            self.problems.append(f"{worker} died by itself, with status {worker.process.wait(10)}")
+        elif message["op"] == "event":
+            self.they_were_asked += message["fresh"]
         elif message["op"] == "changed":
             change = (worker, message["before"], message["backend"], message["down"])
             self.their_changes.append(change)
@@ -415,21 +425,22 @@ class Life(Seen):
             self.landed_late += bool((self.memory[:, request.blocks] != FREE).any())
             self.give_back(request.blocks)
 
-    def _try_again(self, request: Request, event: Event) -> None:
+    def _try_again(self, request: Request, event: Failed) -> None:
         """A push that nothing proves drained, because its engine died, into fresh blocks."""
-        if self.failover is None or not isinstance(event, Failed):
-            return
-        name = event.transfer_id
-        if (
-            request.again
-            or not name.startswith("write")
-            or "nothing proves" not in str(event.error)
-        ):
+        name, worker = event.transfer_id, request.worker
+        if event.fresh_blocks and name.startswith("write") and not request.again:
+            if worker not in self.dead:
+                self.tried_again += 1
+                self._again.append(request)
+        elif worker in self.cut:
             self.problems.append(f"{name} is lost: {event.error}")
-            return
-        self.count += 1
-        self.tried_again += 1
-        self._accept(request.worker, request.source, request)
+
+    def _begin_again(self) -> None:
+        """What waits for fresh blocks, as far as there are any."""
+        while self._again and len(self.free) >= BLOCKS:
+            self.count += 1
+            request = self._again.pop(0)
+            self._accept(request.worker, request.source, request)
 
     def end_engine(self, worker: Worker, backend: str) -> None:
         """End one engine of a peer, which lives on."""
@@ -472,10 +483,11 @@ class Life(Seen):
         self.until(lambda: time.monotonic() > end, "traffic", seconds + 60, *workers)
 
     def is_open(self, worker: Worker) -> bool:
-        return any(r.worker is worker for r in self.open.values())
+        return any(r.worker is worker for r in (*self.open.values(), *self._again))
 
     def under_way(self, worker: Worker) -> bool:
-        return any(r.worker is worker for r in (*self.open.values(), *self.undrained.values()))
+        undrained = any(r.worker is worker for r in self.undrained.values())
+        return undrained or self.is_open(worker)
 
     def settle(self, what: str, worker: Worker) -> float:
         """Until nothing with that peer is open or may still land, the healthy one being served.
@@ -521,7 +533,7 @@ class Life(Seen):
         for worker in (self.victim, self.healthy):
             self.settle("the end", worker)
         self.until(lambda: not self.asked, "offers", 30)
-        self.until(lambda: not self.open, "the last pulls", 30)
+        self.until(lambda: not (self.open or self._again), "the last pulls", 30)
         self.check_free()
         for name, request in tuple(self.undrained.items()):
             if self.fences or request.worker not in self.dead | self.cut:
