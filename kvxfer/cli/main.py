@@ -59,6 +59,13 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         "what is under way is finished and judged."
     )
     demo.add_argument("--backend", default="shm", help="an installed backend (kvxfer plugins)")
+    demo.add_argument(
+        "--failover",
+        nargs="?",
+        const="shm",
+        metavar="NEXT",
+        help="prefill's engine dies half-way; what is under way goes on over NEXT (shm)",
+    )
     demo.add_argument("--requests", type=int, default=400)
     demo.add_argument("--model", choices=sorted(GEOMETRIES), default="llama-3.1-8b")
     demo.add_argument("--faults", choices=sorted(FAULT_LEVELS), default="default")
@@ -84,6 +91,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     sabotage = None if arguments.sabotage is None else Sabotage(arguments.sabotage)
     plan = DemoPlan(
         backend=arguments.backend,
+        failover=arguments.failover,
         requests=arguments.requests,
         model=arguments.model,
         faults=arguments.faults,

@@ -90,6 +90,9 @@ class Demo:
         self._next = 0
         self._last = len(self.requests)
         self._open: set[tuple[str, str]] = set()
+        self._half_way = self._told = False
+        """With failover the second half waits until prefill's engine has ended; prefill is told to
+        end it once something has come over it."""
         self.prefill = Child(plan, "prefill", self.inbox)
         self.decode = Child(plan, "decode", self.inbox)
 
@@ -130,6 +133,13 @@ class Demo:
             case "over":
                 self._open.discard((message["side"], message["id"]))
                 self.report.over(message)
+                if self._half_way and not self._told and message["side"] == "decode":
+                    self._told = True
+                    self.prefill.tell(op="die")
+            case "died":
+                self._half_way = False
+            case "changed":
+                self.report.changes.append(f"{message['side']}: {message['event']}")
             case "quarantined":
                 self.report.problems.append(f"{message['id']} quarantined: {message['reason']}")
             case "final":
@@ -156,11 +166,17 @@ class Demo:
         self._feed()
 
     def _feed(self) -> None:
-        while self._next < self._last and len(self._open) < 2 * self.plan.in_flight:
+        while (
+            not self._half_way
+            and self._next < self._last
+            and len(self._open) < 2 * self.plan.in_flight
+        ):
             request = self.requests[self._next]
             self._next += 1
             self._open |= {("prefill", request.transfer_id), ("decode", request.transfer_id)}
             self.report.begun(request)
+            if self.plan.failover is not None and self._next == max(1, len(self.requests) // 2):
+                self._half_way = True
             self.prefill.tell(
                 op="prefill",
                 id=request.transfer_id,

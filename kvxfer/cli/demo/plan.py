@@ -12,6 +12,7 @@ from attrs import validators as v
 
 from kvxfer.cli.demo.geometry import GEOMETRIES, Scaled
 from kvxfer.core.verdict import EngineError
+from kvxfer.errors import ConfigError
 from kvxfer.testing.faults import Fault, FaultKind
 
 __all__ = ["FAULT_LEVELS", "Action", "DemoPlan", "FaultLevel", "Request", "Sabotage"]
@@ -114,10 +115,19 @@ class DemoPlan:
     in_flight: int = 24
     """Requests under way at once."""
     lease: float = 10.0
+    failover: str | None = None
+    """The backend to go on over when prefill's engine dies, half-way through the requests."""
     metrics_port: int | None = attrs.field(
         default=None, validator=v.optional(v.and_(v.ge(0), v.le(65534)))
     )
     """Of the prefill process, decode has the next one; 0: any."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.failover == self.backend:
+            raise ConfigError(
+                f"the demo cannot fail over from {self.backend} to itself",
+                next_step="name another --backend, such as nixl",
+            )
 
     def status_port(self, role: str) -> int | None:
         """Where a process serves its metrics and health."""

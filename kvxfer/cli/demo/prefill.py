@@ -31,6 +31,9 @@ class Prefill(Worker):
                 self._waiting.append(command)
             case "execute":
                 self.agent.execute(self._late_orders.pop(command["id"]))
+            case "die":
+                self.transport.close(1.0)  # the engine; the process and its agent go on
+                self.say(op="died")
             case "finish":
                 self.finishing = True
 

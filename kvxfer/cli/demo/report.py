@@ -35,6 +35,8 @@ class Report:
     wrong: int = 0
     finals: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     problems: list[str] = attrs.field(factory=list)
+    changes: list[str] = attrs.field(factory=list)
+    """Of backends: who, to which, and why."""
 
     def begun(self, request: Request) -> None:
         self.requests["total"] += 1
@@ -104,6 +106,8 @@ class Report:
         expired = self.outcomes["prefill"]["expired"]
         if expired:
             broken.append(f"{expired} holds expired although their readers were alive")
+        if self.plan.failover is not None and not self.counter("decode", "failover.downgrades"):
+            broken.append(f"decode did not move to {self.plan.failover}")
         if self.plan.level.posts:
             least = self.requests["total"] // 100
             for name in (
@@ -140,6 +144,8 @@ class Report:
             "gib_per_s": round(self.nbytes / seconds / 2**30, 3),
             "retries": self.counters("decode", "posts.retried."),
             "acks": self.counters("prefill", "acks."),
+            "failover": self.counters("decode", "failover."),
+            "backend_changes": self.changes,
             "blocks_leaked": self.leaked() if len(self.finals) == 2 else None,
             "bytes_wrong": self.wrong,
             "faults": self.injected(),
@@ -164,6 +170,8 @@ class Report:
             ("retries by kind", _listed(d["retries"])),
             ("ACKs by result", _listed(d["acks"])),
             ("faults injected", _listed(d["faults"])),
+            *(("backend changed", change) for change in d["backend_changes"]),
+            ("failover, decode", _listed(d["failover"])),
             ("blocks leaked", str(d["blocks_leaked"])),
             ("bytes wrong", str(d["bytes_wrong"])),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import random
 import signal
@@ -19,16 +20,19 @@ from kvxfer.cli.demo.lossy import LossyChannel
 from kvxfer.cli.demo.pattern import Pattern
 from kvxfer.cli.demo.plan import DemoPlan, Sabotage
 from kvxfer.core.control import ZmqChannel
-from kvxfer.core.events import Event
+from kvxfer.core.events import BackendChanged, Event
 from kvxfer.core.plugins import create_transport
 from kvxfer.core.transport import Transport
 from kvxfer.policies.breaker import BreakerPolicy
+from kvxfer.policies.failover import Failover
 from kvxfer.policies.retry import Budget, RetryPolicy
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.faults import FaultPlan, FaultPoint
 from kvxfer.testing.faulty import FaultyTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvxfer.observe.http import StatusServer
 
 __all__ = ["Worker"]
@@ -43,11 +47,15 @@ class Worker:
         if plan.faults != "none" or plan.sabotage is not None:
             # What is broken on purpose is in the table at the end; a warning would alarm.
             logging.getLogger("kvxfer").setLevel(logging.ERROR)
+        # Engines print to standard output; the messages keep a descriptor of their own.
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
         self.plan = plan
         self.scaled = plan.scaled
         self.pattern = Pattern(self.scaled)
         transport = create_transport(plan.backend)
-        self.cache = _cache(transport, self.scaled.shape)
+        spare = [] if plan.failover is None else [create_transport(plan.failover)]
+        self.cache = _cache([transport, *spare], self.scaled.shape)
         self.blocks = BlockAllocator(self.cache)
         seed = random.Random(f"{plan.seed} {name}").randrange(2**32)  # noqa: S311
         self.faults = FaultPlan(
@@ -64,7 +72,7 @@ class Worker:
             drop=drop,
         )
         self.agent = Agent(
-            self.transport,
+            [self.transport, *spare],
             config=AgentConfig(
                 name=name,
                 fingerprint=plan.model,
@@ -76,6 +84,7 @@ class Worker:
                 retry=RetryPolicy(budget=Budget(reposts=12, rebuilds=9))
                 if plan.faults != "none"
                 else None,
+                failover=None if plan.failover is None else Failover(),
             ),
             timeouts=Timeouts(connect=5, queue=8, transfer=8, drain=2),
             channel=self.channel,
@@ -92,8 +101,8 @@ class Worker:
 
     def say(self, **message: Any) -> None:
         with self._out:
-            sys.stdout.write(json.dumps(message) + "\n")
-            sys.stdout.flush()
+            self._replies.write(json.dumps(message) + "\n")
+            self._replies.flush()
 
     def run(self) -> None:
         """Until the parent says finish and everything is over, or the parent is gone."""
@@ -112,6 +121,8 @@ class Worker:
             except queue.Empty:
                 pass
             for event in self.agent.poll():
+                if isinstance(event, BackendChanged):
+                    self.say(op="changed", side=self.agent.config.name, event=_words(event))
                 self.on_event(event)
             self.tick()
             if self.finishing and self.quiet():
@@ -169,9 +180,15 @@ def _status_server(port: int | None, agent: Agent) -> StatusServer | None:
     return StatusServer([agent], port, registry=metrics.registry)
 
 
-def _cache(transport: Transport, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Memory where this backend is at its best."""
-    if transport.name == "shm":
+def _words(event: BackendChanged) -> str:
+    return f"over {event.backend} instead of {event.before}: {event.reason}"
+
+
+def _cache(
+    transports: Sequence[Transport], shape: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Memory where these backends are at their best."""
+    if any(transport.name == "shm" for transport in transports):
         from kvxfer.backends.shm import allocate
 
         cache: np.ndarray[Any, np.dtype[np.uint8]] = allocate(shape, np.uint8)
