@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ from kvxfer.cli.bench.rig import Rig
 from kvxfer.cli.bench.shapes import batch_of, wrong_words
 
 KIB, MIB = 1 << 10, 1 << 20
+PR_SET_PDEATHSIG = 1
 BUFFER = 256 * MIB
 OTHERS = ("nixl", "mooncake")
 LARGEST = 64 * MIB
@@ -65,6 +67,8 @@ def cells() -> list[Cell]:
 
 def serve(contender: Contender) -> None:
     """READ what standard input says; answer with seconds, or with what was wrong."""
+    # Stopped as we mostly are, we would outlive a parent that was killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # engines print to standard output
     rig = Rig(contender, BUFFER)
