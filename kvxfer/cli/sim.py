@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mixed, calm, leases, fences, network, or all: each seed the next one",
     )
     parser.add_argument("--harsh", type=float, default=1.0, help="faults so many times as likely")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="a chance or duration of SimConfig, such as abort=0.4; several times if need be",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", action="store_true", help="print what struck in which phase")
     parser.add_argument("--shrink", action="store_true", help="look for a smaller run that fails")
@@ -102,12 +109,13 @@ def _config(arguments: argparse.Namespace, seed: int) -> SimConfig:
     """The world of one seed.
 
     Raises:
-        ConfigError: there is no such profile, or ``--peers`` is no number of processes.
+        ConfigError: there is no such profile, ``--peers`` is no number of processes, or ``--set``
+            makes no sense.
     """
     import attrs
 
     from kvxfer.errors import ConfigError
-    from kvxfer.testing.sim import PROFILES
+    from kvxfer.testing.sim import PROFILES, SimConfig
 
     names = list(PROFILES) if arguments.profile == "all" else [arguments.profile]
     name = names[seed % len(names)]
@@ -120,13 +128,23 @@ def _config(arguments: argparse.Namespace, seed: int) -> SimConfig:
         peers = _peers(arguments.peers, seed)
         producers = peers // 2
         consumers = peers - producers
-    return attrs.evolve(
+    config = attrs.evolve(
         PROFILES[name],
         producers=producers,
         consumers=consumers,
         transfers=arguments.transfers,
         rate=arguments.rate * (producers + consumers),
     ).harsher(arguments.harsh)
+    numbers = [field.name for field in attrs.fields(SimConfig) if str(field.type) == "float"]
+    try:
+        for text in arguments.set:
+            field, _, value = text.partition("=")
+            if field not in numbers:
+                raise ValueError(f"{field!r} is none of {', '.join(numbers)}")
+            config = SimConfig.from_dict({**config.to_dict(), field: float(value)})
+    except ValueError as error:
+        raise ConfigError(f"--set {text}: {error}", next_step="give NAME=NUMBER") from None
+    return config
 
 
 def _peers(text: str, seed: int) -> int:

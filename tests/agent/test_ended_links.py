@@ -7,7 +7,7 @@ from agent_rig import Node, Rig, at
 from interception import intercept, mails, sniff
 
 from kvxfer.core import wire
-from kvxfer.core.events import Failed, PeerUp, Received, Sent
+from kvxfer.core.events import Drained, Failed, PeerUp, Received, Sent
 from kvxfer.errors import ErrorKind, PeerLostError
 
 
@@ -112,6 +112,30 @@ def test_grant_to_write_ends_with_its_link(rig: Rig) -> None:
     rig.pass_time(10)
     assert not lost.frames
     assert len(p.of(Failed)) == len(c.of(Failed)) == 1
+
+
+def test_late_grant_from_before_a_fence(rig: Rig) -> None:
+    """Found by the simulator. A grant is overtaken by the fence that ends it, and by the hello of
+    the next connection: its blocks are free by then, and nothing is written into them."""
+    p, c = rig.node("p"), rig.node("c")
+    met(rig, p, c)
+    late = intercept(c, wire.Accept)
+    cancelled = intercept(c, wire.Cancel)
+    c.agent.accept("w", at(0, 3))
+    push = p.agent.push("w", at(0, 7), to=c.agent.endpoint)
+    rig.run(lambda: bool(late.frames))
+    give_up(c, p)
+    rig.run(lambda: bool(c.of(Drained)))
+    assert c.of(Drained)[0].drained_by == "fence"
+    assert cancelled.frames
+    rig.run(lambda: p.counters["peers.reconnected"] > 0)
+    rig.pass_time(0.2)
+    assert not push.done
+    before = c.content([3])
+    late.deliver()
+    rig.run(lambda: push.done)
+    assert c.content([3]) == before
+    assert p.counters["accepts.other_session"] > 0
 
 
 def test_mail_for_an_earlier_life_is_given_up(rig: Rig) -> None:

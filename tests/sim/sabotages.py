@@ -11,6 +11,16 @@ _MIXED = ("--seeds", "40", "--transfers", "100", "--harsh", "2")
 _CALM = (*_MIXED, "--profile", "calm")
 _LEASES = (*_MIXED, "--profile", "leases")
 _FENCES = (*_MIXED, "--profile", "fences")
+_NETWORK = (*_MIXED, "--profile", "network", "--transfers", "200")
+_AGAIN = ("--harsh", "1", "--consumers", "1", "--set", "retry_elsewhere=1", "--set", "writes=0")
+_AGAIN = (*_AGAIN, "--set", "delay=0.1", "--set", "rate=20")
+"""Readers that failed read again, often on the same process."""
+_FENCED = (*_NETWORK, "--transfers", "100", "--set", "writes=1", "--set", "abort=0.4")
+_FENCED = (*_FENCED, "--set", "delay=0.3", "--set", "fence_impossible=0")
+"""Pushes that are given up at once by sides that do not hear of each other, and whole fences."""
+_BREAKERS = ("--profile", "calm", "--producers", "6", "--consumers", "7", "--transfers", "500")
+_BREAKERS = (*_BREAKERS, "--seed", "22", "--seeds", "4")
+"""So many transfers of healthy processes that a circuit breaker opens between two of them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -204,5 +214,38 @@ SABOTAGES = (
         file="agent/accept.py",
         old="        if self.error is None and now >= self._deadline:",
         new="        if self.error is None and now < 0:",
+    ),
+    # What the simulator once found in our own code, broken again: the way it was before its fix.
+    # One is missing: a late grant of before a fence (``tests/agent/test_ended_links.py``).
+    Sabotage(
+        name="release-of-a-failed-pull-ends-the-next",
+        promise="5: blocks are held as long as a reader holds a grant",
+        file="agent/producer.py",
+        old="            again = seq and hold.opened.get(sender, -1) > seq",
+        new="            again = False",
+        options=(*_MIXED, *_AGAIN),
+    ),
+    Sabotage(
+        name="renewal-uses-a-whole-core",
+        promise="7: nothing spins while it waits for a link",
+        file="agent/renewal.py",
+        old="self._ctx.at(self, min(self._until, self._next_at) if link.up else self._until)",
+        new="self._ctx.at(self, min(self._until, self._next_at))",
+    ),
+    Sabotage(
+        name="grant-outlives-the-connection",
+        promise="3: nothing is posted under a grant that the consumer has fenced",
+        file="agent/push.py",
+        old="            if _session(link) != target.session:",
+        new="            if _session(link) < 0:",
+        options=_FENCED,
+    ),
+    Sabotage(
+        name="mail-ends-with-the-link",
+        promise="6: a release is sent until it is confirmed, also when the link has failed",
+        file="agent/mailbox.py",
+        old="            self._owner.dial(address)._take_over(self, now)",
+        new="            self._owner.dial(address)",
+        options=_BREAKERS,
     ),
 )

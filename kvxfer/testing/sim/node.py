@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,11 @@ class SimNode:
             {f"layer{i}": self.memory.cells[i].view("uint8") for i in range(LAYERS)}, layout
         )
         self.transport.on_change(lambda: world.touch(self))
+        self.told: collections.deque[float] = collections.deque()
+        """When, in true time, the agent published each event that was not collected yet: it can be
+        stopped between that and the end of its round."""
+        # No observer: those look at the clock, and a node can be stopped at each look.
+        self.agent._listeners[self] = lambda: self.told.append(world.clock.now())
         self.open: dict[tuple[Role, str], float] = {}
         self.quarantined: set[tuple[Role, str]] = set()
         self.layerwise: set[str] = set()

@@ -53,7 +53,8 @@ class Request:
     """Where, by consumer, the wanted positions begin."""
     offer: Offer | None = None
     renewed: bool = False
-    expired: bool = False
+    freed_at: float = float("inf")
+    """When its lease was seen to have ended, in true time."""
     aim: tuple[NodeFault, str] | None = None
     """A fault that waits for a phase of this request."""
     received: bool = False
@@ -349,19 +350,20 @@ class Requests:
 
     # ---- events --------------------------------------------------------------------------------
 
-    def on_event(self, node: SimNode, event: Event) -> None:
+    def on_event(self, node: SimNode, event: Event, told: float) -> None:
+        """``node`` published it at ``told``, in true time, and it was collected now."""
         name = event.transfer_id
         if not name:
             return
         self._world.trace(name, node, _describe(event))
         match event:
             case Received():
-                self._received(node, event)
+                self._received(node, event, told)
             case Sent():
                 self._sent(node, name)
             case Expired():
                 self._ended(node, Role.PRODUCER, name, "Expired")
-                self.by_id[name].expired = True
+                self.by_id[name].freed_at = self._world.clock.now()
                 self._world.leases.freed(node, name, self.by_id[name].consumers)
                 self._check_release(node, name)
                 self._give_back(node, Role.PRODUCER, name)
@@ -383,7 +385,7 @@ class Requests:
         else:
             self.unfinished -= 1
 
-    def _received(self, node: SimNode, event: Received) -> None:
+    def _received(self, node: SimNode, event: Received, told: float) -> None:
         name = event.transfer_id
         request = self.by_id[name]
         self._ended(node, Role.CONSUMER, name, "Received")
@@ -393,7 +395,7 @@ class Requests:
             self._world.violation(f"{node}: {name} was received with wrong bytes", name)
         if request.write and event.payload != name.encode():
             self._world.violation(f"{node}: {name} came with payload {event.payload!r}", name)
-        if request.expired:
+        if told > request.freed_at:
             self._world.violation(f"{node}: {name} was received after it had been freed", name)
         if not request.write:
             self._world.leases.received(node, name)

@@ -163,7 +163,7 @@ class World:
             return
         self.leases.polled(node)
         for event in events:
-            self.requests.on_event(node, event)
+            self.requests.on_event(node, event, node.told.popleft())
         if node.aims:
             self._strike_aims(node)
             if node.dead:
