@@ -200,6 +200,7 @@ SABOTAGES = (
         file="agent/push.py",
         old="        elif now >= self._deadline:\n            self.fail(self._timeout(",
         new="        elif now < 0:\n            self.fail(self._timeout(",
+        options=_NETWORK,
     ),
     Sabotage(
         name="early-messages-are-kept",
