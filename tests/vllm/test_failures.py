@@ -11,7 +11,7 @@ from vllm_rig import BLOCK_NBYTES, LENGTHS, PROMPTS, EngineProcess, prompt, step
 pytestmark = pytest.mark.timeout(900)
 
 Get = Callable[[str], EngineProcess]
-SECONDS = 60.0
+SECONDS = 90.0
 """Connect, queue and drain time-outs of the rig together, and room for a loaded machine."""
 
 

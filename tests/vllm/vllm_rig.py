@@ -147,7 +147,7 @@ def connector(
         "kv_connector_module_path": module,
         "kv_role": role,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"connect_timeout": 4.0, "queue_timeout": 20.0, **extra},
+        "kv_connector_extra_config": {"connect_timeout": 20.0, "queue_timeout": 20.0, **extra},
     }
 
 
