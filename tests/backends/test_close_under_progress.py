@@ -59,6 +59,7 @@ def test_close_does_not_wait_for_a_stuck_thread() -> None:
 
 
 def test_progress_after_close_asks_the_engine_nothing() -> None:
+    """Nor will any ``_advance`` run after it."""
     transport = Watched()
     transport.close()
     assert transport.progress() == []

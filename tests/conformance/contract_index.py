@@ -14,6 +14,8 @@ WORDS: tuple[str, ...] = ()
 
 _BASE = "tests/conformance/test_contract_base.py"
 """What the base classes do, the same for all backends."""
+_CLOSE = "tests/backends/test_close_under_progress.py"
+"""Who may be inside the engine when it ends."""
 
 INDEX: dict[str, dict[str, tuple[str, ...]]] = {
     "transport.py": {
@@ -25,8 +27,11 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
         "Everything convenient (retries, leases, rank mapping, ACKs) lives above.": WORDS,
         (
             "Thread rules: ``register`` and ``deregister`` may be called from any thread and may "
-            "block."
-        ): ("test_register_and_deregister_on_another_thread",),
+            "block, and so may ``close``."
+        ): (
+            "test_register_and_deregister_on_another_thread",
+            f"{_CLOSE}::test_close_lets_progress_end_first",
+        ),
         (
             "``post`` is called from one thread at a time per path, which is the agent's posting "
             "thread where ``Capabilities.may_block_in_post``, while another thread may be inside "
@@ -36,6 +41,18 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
             "Everything else is called from one thread, the agent's progress thread, and must not "
             "wait."
         ): ("test_calls_do_not_wait", "test_stopped_peer_holds_nobody"),
+    },
+    "PROGRESS_GRACE_S": {
+        (
+            "How long ``close`` waits for a thread that is inside ``progress``, though it was given "
+            "less."
+        ): (
+            f"{_CLOSE}::test_close_lets_progress_end_first",
+            f"{_CLOSE}::test_close_does_not_wait_for_a_stuck_thread",
+        ),
+        "An engine must not be ended under a thread, and a round of progress is short.": (
+            f"{_CLOSE}::test_close_lets_progress_end_first",
+        ),
     },
     "PeerInfo": {
         "How a peer's transport can be reached.": ("test_describes_itself",),
@@ -175,6 +192,14 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
         "``deadline`` is seconds from now; never join a stuck thread longer.": (
             "test_close_fails_what_is_pending",
             "test_close_answers_what_was_asked",
+        ),
+        (
+            "No ``_advance`` runs, nor will one, unless ``_progressing`` is true: then a thread is "
+            "stuck inside it, and what it uses must be left alone."
+        ): (
+            f"{_CLOSE}::test_close_lets_progress_end_first",
+            f"{_CLOSE}::test_close_does_not_wait_for_a_stuck_thread",
+            f"{_CLOSE}::test_progress_after_close_asks_the_engine_nothing",
         ),
     },
     "Transport._fence": {
@@ -362,6 +387,13 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
         "Idempotent.": ("test_disconnect_fails_what_is_pending",),
     },
     "Transport.close": {
+        (
+            "The one call that may come from any thread: where another one is inside ``progress``, "
+            "it waits for that first, at least for ``PROGRESS_GRACE_S``."
+        ): (
+            f"{_CLOSE}::test_close_lets_progress_end_first",
+            f"{_CLOSE}::test_close_does_not_wait_for_a_stuck_thread",
+        ),
         "Close everything within ``deadline`` seconds; returns what was not drained by then.": (
             "test_close_fails_what_is_pending",
         ),
