@@ -44,8 +44,8 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "PROGRESS_GRACE_S": {
         (
-            "How long ``close`` waits for a thread that is inside ``progress``, though it was given "
-            "less."
+            "How long ``close`` waits for a thread that is inside ``progress``, though it was "
+            "given less."
         ): (
             f"{_CLOSE}::test_close_lets_progress_end_first",
             f"{_CLOSE}::test_close_does_not_wait_for_a_stuck_thread",
