@@ -6,6 +6,9 @@ import pytest
 from broken import LIMIT, Broken
 from sabotages import SABOTAGES, Sabotage
 
+pytestmark = pytest.mark.timeout(600)
+"""Of the wall: what counts is seconds of CPU, and the machine may be busy."""
+
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:

@@ -27,6 +27,9 @@ SMALL = SimConfig(transfers=60)
 ROUGH = SimConfig(transfers=60, lose=0.15, duplicate=0.15, delay=0.1)
 SEEDS = json.loads(Path(__file__).with_name("seeds.json").read_text(encoding="ascii"))
 
+pytestmark = pytest.mark.timeout(600)
+"""Of the wall: a busy machine simulates slowly."""
+
 
 @pytest.mark.parametrize("config", [SMALL, ROUGH], ids=["small", "rough"])
 @pytest.mark.parametrize("seed", range(4))
