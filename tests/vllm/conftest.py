@@ -42,6 +42,8 @@ class Kind:
 FAULTY = {"name": "FaultyConnector", "module": "faulty_connector"}
 MANY = {"num_gpu_blocks_override": 256, "max_num_seqs": 32}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Two ranks spin while they wait for each other: the rest of a small machine starves.
+PATIENT = {"connect_timeout": 60.0, "queue_timeout": 60.0}
 # Without InfiniBand, a process that loaded UCX's ib module dies at its exit.
 NIXL = {"UCX_MODULES": "^ib", "UCX_TLS": "tcp"}
 ENGINES = {
@@ -54,9 +56,10 @@ ENGINES = {
     "decode": Kind(connector("kv_consumer", policy="recompute", write=True, share_caches=True)),
     "strict": Kind(connector("kv_consumer", policy="fail", drain_timeout=1.0, **FAULTY), MANY),
     "crowded": Kind(connector("kv_producer", **FAULTY), MANY),
-    "prefill_tp2": Kind(connector("kv_producer", write=True), TWO_RANKS),
+    "prefill_tp2": Kind(connector("kv_producer", write=True, **PATIENT), TWO_RANKS),
     "decode_tp2": Kind(
-        connector("kv_consumer", policy="recompute", write=True, share_caches=True), TWO_RANKS
+        connector("kv_consumer", policy="recompute", write=True, share_caches=True, **PATIENT),
+        TWO_RANKS,
     ),
     "prefill_nixl": Kind(connector("kv_producer", backend="nixl", write=True), {}, NIXL),
     "decode_nixl": Kind(
