@@ -196,6 +196,7 @@ def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:
     prefill, decode = engine("prefill"), engine("decode")
     prompt = PROMPTS["stopped100"]
     free, free_here = prefill.settle()["free"], decode.settle()["free"]
+    bytes_before = decode.call("state")["bytes"]
     (params,) = prefill.prefill([prompt])
     prefill.stop()
     try:
@@ -208,5 +209,7 @@ def test_aborted_while_it_waits_for_the_producer(engine: Get) -> None:
     finally:
         prefill.go_on()
     assert state["free"] == free_here
-    assert state["counters"]["pull.failed.aborted"] == 1
+    # Its keeper grants for a stopped producer, and shm needs no more of it: the bytes may be first.
+    received = state["bytes"] > bytes_before
+    assert state["counters"].get("pull.failed.aborted", 0) == (0 if received else 1), state
     assert prefill.settle(free, seconds=40.0)["free"] == free
