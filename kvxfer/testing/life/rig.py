@@ -120,6 +120,8 @@ class Life(Seen):
             dead, until they are reclaimed at the end.
         softrdma: the device under MoRI-IO, which ``slow`` slows down: seconds per work request.
         writes: peers push as well.
+        aborts: the engine may end the process (SIGABRT) of a peer that was stopped and goes on:
+            UCX over tcp does, see docs/limits.md. Another one takes its place then.
 
     With ``failover``, a push that is given up because nothing proves it drained is begun again into
     fresh blocks, as its error says; at the second try it must be received.
@@ -135,6 +137,7 @@ class Life(Seen):
         softrdma: SoftRdma | None = None,
         slow: float = 0.0,
         writes: bool = True,
+        aborts: bool = False,
         shape: Geometry = SHAPE,
         timeouts: Timeouts = TIMEOUTS,
         lease: float = LEASE,
@@ -147,6 +150,7 @@ class Life(Seen):
         self.softrdma = softrdma
         self.slow = slow
         self.writes = writes
+        self.aborts = aborts
         self.shape = shape
         self.timeouts = timeouts
         self.lease = lease
@@ -177,6 +181,10 @@ class Life(Seen):
         self.ready: set[Worker] = set()
         self.all_workers: list[Worker] = []
         self.stopped: set[Worker] = set()
+        self.went_on: set[Worker] = set()
+        """Peers that were stopped once."""
+        self.aborted = 0
+        """Of those, how many their engine has ended."""
         self.ports: dict[Worker, int] = {}
         self.dead: set[Worker] = set()
         self.cut: set[Worker] = set()
@@ -225,6 +233,10 @@ class Life(Seen):
             self.victim.process.kill()
         self.victim.process.wait()
         gone = self.victim
+        self._forget(gone)
+
+    def _forget(self, gone: Worker) -> None:
+        """It is dead: nothing is expected of it any more."""
         self.dead.add(gone)
         self.stock = [entry for entry in self.stock if entry[1] is not gone]
         self.asked = {name: x for name, x in self.asked.items() if x[0] is not gone}
@@ -237,6 +249,7 @@ class Life(Seen):
     def resume(self) -> None:
         self.victim.signal(signal.SIGCONT)
         self.stopped.discard(self.victim)
+        self.went_on.add(self.victim)
 
     # ---- blocks ----------------------------------------------------------------------------
 
@@ -364,7 +377,12 @@ class Life(Seen):
             self.tables[worker] = message["tables"]
             self.counters[worker] = message["counters"]
         elif message["op"] == "gone" and worker not in self.dead:
-            self.problems.append(f"{worker} died by itself, with status {worker.process.wait(10)}")
+            status = worker.process.wait(10)
+            if self.aborts and worker in self.went_on and status == -signal.SIGABRT:
+                self.aborted += 1
+                self._forget(worker)
+            else:
+                self.problems.append(f"{worker} died by itself, with status {status}")
         elif message["op"] == "event":
             self.they_were_asked += message["fresh"]
         elif message["op"] == "changed":
@@ -495,9 +513,14 @@ class Life(Seen):
         Where only the peer itself could tell what still lands, while it cannot: until nothing is
         open.
         """
-        silent = not self.fences and worker in (self.stopped | self.dead | self.cut)
+
+        def under_way() -> bool:
+            # Looked at each time: a peer may die in between.
+            silent = not self.fences and worker in (self.stopped | self.dead | self.cut)
+            return self.is_open(worker) if silent else self.under_way(worker)
+
         seconds = self.until(
-            lambda: not (self.is_open(worker) if silent else self.under_way(worker)),
+            lambda: not under_way(),
             what,
             self.longest + 2 * self.timeouts.drain + SLACK,
             self.healthy,
@@ -613,6 +636,8 @@ class Life(Seen):
         self.settle(f"{what}: after it goes on", self.victim)
         self.traffic(0.3, self.healthy)  # in which it sends what it still had to send
         self.check_free()
+        if self.victim in self.dead:
+            self.replace_victim(same_port=False)
 
     def end(self) -> None:
         faulthandler.cancel_dump_traceback_later()
