@@ -156,9 +156,7 @@ class Soak:
             case "drained":
                 self.quarantined.discard(message["id"])
             case "gone":
-                status = child.process.wait(
-                    10
-                )  # its output has ended: so has it, or it is about to
+                status = child.process.wait(10)  # its output has ended: so has it, or nearly
                 if status not in (0, -signal.SIGKILL):  # what the rig does to it
                     self.problems.append(f"{child.name} died by itself, with status {status}")
         return {**message, "child": child}

@@ -25,11 +25,8 @@ def test_tokens_equal_a_single_engines(
     moving = prefill if write else decode
     (before,) = moving.call("state")["bytes"]
     params = None if write else prefill.prefill(prompts)
-    decode.call("spoil", how=how)
-    try:
+    with decode.spoilt(how):
         outputs = prefill.push(decode, prompts) if write else decode.generate(prompts, kv=params)
-    finally:
-        decode.call("spoil", how="")
     for name, output in zip(names, outputs, strict=True):
         assert output["finish"] == "length"
         assert (output["tokens"] == expected[name]) == (not how), name

@@ -75,11 +75,8 @@ def test_spoilt_bytes_change_the_tokens(
     names = [f"{how}_ranks{way.ranks}_{n}" for n in (100, 200)]
     prompts = [PROMPTS[name] for name in names]
     params = prefill.prefill(prompts)
-    decode.call("spoil", how=how)
-    try:
+    with decode.spoilt(how):
         outputs = decode.generate(prompts, kv=params)
-    finally:
-        decode.call("spoil", how="")
     for name, output in zip(names, outputs, strict=True):
         assert output["finish"] == "length"
         assert output["tokens"] != expected[name], name

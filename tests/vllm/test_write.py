@@ -53,11 +53,8 @@ def test_spoilt_bytes_change_the_tokens(engine: Get, expected: Expected, how: st
     """Negative controls, as for READ."""
     prefill, decode = engine("prefill"), engine("decode")
     names = [f"push_spoilt{n}" for n in LENGTHS if (n > 64) == (how == "block")]
-    decode.call("spoil", how=how)
-    try:
+    with decode.spoilt(how):
         outputs = prefill.push(decode, [PROMPTS[name] for name in names])
-    finally:
-        decode.call("spoil", how="")
     for name, output in zip(names, outputs, strict=True):
         assert output["finish"] == "length"
         assert output["tokens"] != expected[name], name

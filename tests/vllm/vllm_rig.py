@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +330,15 @@ class EngineProcess(Forked):
         ]
         found: list[dict[str, Any]] = self.call("generate", requests=requests)
         return found
+
+    @contextlib.contextmanager
+    def spoilt(self, how: str) -> Iterator[None]:
+        """What arrives is spoilt meanwhile: see ``Engine.spoil``."""
+        self.call("spoil", how=how)
+        try:
+            yield
+        finally:
+            self.call("spoil", how="")
 
     def prefill(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Prefill and hold; returns the params for the decode side.
