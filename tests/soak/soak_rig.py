@@ -91,6 +91,17 @@ class Child:
         lines = Path(f"/proc/{self.process.pid}/maps").read_text(encoding="ascii").splitlines()
         return sum("memfd:" in line for line in lines)
 
+    def named(self) -> set[str]:
+        """Shared memory and semaphores with a name: those would outlive a kill."""
+        here = Path(f"/proc/{self.process.pid}")
+        lines = (here / "maps").read_text(encoding="utf-8").splitlines()
+        held = {line.split(maxsplit=5)[-1] for line in lines}
+        for descriptor in (here / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed in between
+                held.add(str(descriptor.readlink()))
+        # What is deleted already goes with the process; /proc says so behind the name.
+        return {at for at in held if at.startswith("/dev/shm/") and not at.endswith(" (deleted)")}
+
 
 class Soak:
     """The router between a producer and a consumer, and the judge.
@@ -118,6 +129,8 @@ class Soak:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.wrong = 0
         self.quarantined: set[str] = set()
+        self.named: set[str] = set()
+        """Shared memory with a name that one of the two held when it was to die, or at the end."""
         self.problems: list[str] = []
         self.why: collections.deque[str] = collections.deque(maxlen=8)
         """The latest failures, in words."""
@@ -233,6 +246,7 @@ class Soak:
         what = f"round {number}"
         self.traffic(self.rng.uniform(0.05, 0.5))
         victim = self.rng.choice((self.producer, self.consumer))
+        self.named |= victim.named()
         victim.signal(signal.SIGKILL)
         victim.process.wait()
         survivor = self.consumer if victim is self.producer else self.producer
@@ -286,6 +300,7 @@ class Soak:
         finals: dict[str, dict[str, Any]] = {}
         self.settle("finish", self.producer, self.consumer)
         for child in (self.producer, self.consumer):
+            self.named |= child.named()
             child.tell(op="finish")
         end = time.monotonic() + self.longest + _SLACK
         while len(finals) < 2 and time.monotonic() < end:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import queue
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from soak_rig import Soak
+from soak_rig import Child, Soak
 
 pytestmark = pytest.mark.timeout(7000)
 
@@ -35,18 +38,11 @@ def judge(soak: Soak) -> None:
         assert not any(final["tables"].values())
 
 
-def shared_memory_files() -> set[str]:
-    """But for those of the software RDMA rig, which may run beside us."""
-    names = {p.name for p in Path("/dev/shm").iterdir()}
-    return {name for name in names if not name.startswith("kvxfer-softrdma.")}
-
-
 def test_kill_9_at_random_moments(soak: Soak, request: pytest.FixtureRequest) -> None:
     """Promises 3 to 5 and 8: after a death 0 wrong bytes, 0 leaked blocks, no shared memory left.
 
     Also that the survivor does not collect mappings of the dead.
     """
-    before = shared_memory_files()
     rounds = request.config.getoption("--soak-rounds")
     mapped = []
     for number in range(rounds):
@@ -62,7 +58,31 @@ def test_kill_9_at_random_moments(soak: Soak, request: pytest.FixtureRequest) ->
     judge(soak)
     assert soak.outcomes["consumer received"] >= 4 * rounds
     assert max(mapped[len(mapped) // 2 :]) <= max(mapped[: len(mapped) // 2]) + 1
-    assert shared_memory_files() <= before
+    assert soak.named == set()
+
+
+NAMED = """
+import sys
+from multiprocessing.shared_memory import SharedMemory
+kept = SharedMemory(create=True, size=4096)
+print('{"op": "ready"}', flush=True)
+sys.stdin.read()
+kept.close()
+kept.unlink()
+"""
+
+
+def test_shared_memory_with_a_name_would_be_seen() -> None:
+    """A control of the promise that none is left: a worker that keeps some is told from ours."""
+    inbox: queue.SimpleQueue[tuple[Child, dict[str, Any]]] = queue.SimpleQueue()
+    child = Child("keeper", inbox, [sys.executable, "-c", NAMED])
+    try:
+        assert inbox.get(timeout=60)[1] == {"op": "ready"}
+        (name,) = child.named()
+        assert Path(name).exists()
+    finally:
+        child.end()
+    assert not Path(name).exists()
 
 
 @pytest.mark.parametrize(
