@@ -83,6 +83,7 @@ class Producer:
         self._ended: Remembered[str, None] = Remembered(capacity=_CANCELLED_KEPT, ttl=ttl)
         """Pushes that ended lately."""
         self._readers: dict[tuple[str | int, ...], tuple[int, frozenset[int]]] = {}
+        self._needed: dict[frozenset[int], frozenset[int]] = {}
         self._readers_of: Ranks | None = None
         self.drainings: dict[str, Draining] = {}
         self._early: Early[_EarlyOpen] = Early(
@@ -316,13 +317,17 @@ class Producer:
         if self._readers_of is not mine:
             self._readers_of = mine
             self._readers.clear()
+            self._needed.clear()
         key: tuple[str | int, ...] = (*ranks, *ranks.values())
         known = self._readers.get(key)
         if known is None:
             reader = ranks_from_wire(ranks)
-            known = rank_of(reader), ack_ranks(mine, reader)
             if len(self._readers) >= _READERS_KEPT:
                 self._readers.clear()
+                self._needed.clear()
+            needed = ack_ranks(mine, reader)
+            # One set for all the ranks of an instance, and for all instances of that shape.
+            known = rank_of(reader), self._needed.setdefault(needed, needed)
             self._readers[key] = known
         return known
 

@@ -21,9 +21,9 @@ from kvxfer.core.layout.ranks import (
     Ranks,
     Role,
     check_pair,
+    facing,
     fused_fits,
     head_slice,
-    meet,
     replicates_heads,
     shard_heads,
 )
@@ -108,13 +108,13 @@ def holders_to_release(mine: Ranks, peer: Ranks) -> tuple[int, ...]:
     waits for exactly the consumers that ``ack_ranks`` names.
     """
     check_pair(mine, peer)
-    return tuple(rank for rank in range(peer.tp_size) if meet(mine, peer.at(rank)))
+    return facing(mine, peer)
 
 
 def ack_ranks(producer: Ranks, consumer: Ranks) -> frozenset[int]:
     """The consumer ranks whose acks producer rank ``producer.tp_rank`` must see before it frees."""
     check_pair(producer, consumer)
-    return frozenset(rank for rank in range(consumer.tp_size) if meet(consumer.at(rank), producer))
+    return frozenset(facing(producer, consumer))
 
 
 def sources(mine: Ranks, peer: Ranks, *, state: bool = False, turn: int = 0) -> tuple[Link, ...]:

@@ -158,12 +158,12 @@ class HostileMessages:
             wire.Who,
             lambda: wire.Open(self._number(), [self._ref() for _ in range(self._few())]),
             lambda: wire.Grant(self._number(), [wire.Granted(self._ref(), 5.0)], []),
-            lambda: wire.Release(self._ref(), dict(_RANKS), self._rng.random() < 0.5),
-            lambda: wire.Decline(self._ref(), dict(_RANKS)),
+            lambda: wire.Release(self._ref(), self._ranks(), self._rng.random() < 0.5),
+            lambda: wire.Decline(self._ref(), self._ranks()),
             lambda: wire.Gone(self._ref(), "stale", "gone"),
             lambda: wire.Ask(self._transfer()),
             lambda: wire.Accept(self._ref(), [wire.BlocksWire(b"\x04" + bytes(8))], 5.0),
-            lambda: wire.Seal(self._ref(), dict(_RANKS), 64, b"token"),
+            lambda: wire.Seal(self._ref(), self._ranks(), 64, b"token"),
             lambda: wire.PushFailed(self._ref(), "unknown", "", True, True),
             lambda: wire.Cancel(self._ref(), "stale", "no"),
             wire.Bye,
@@ -228,6 +228,14 @@ class HostileMessages:
         ticket = rng.choice(["", "", rng.randbytes(16).hex()])
         return wire.Ref(self._transfer(), keeper, rng.randrange(1, 20), ticket)
 
+    def _ranks(self) -> dict[str, int]:
+        """Now and then more of them than anybody could count out."""
+        rng = self._rng
+        if rng.random() < 0.8:
+            return dict(_RANKS)
+        sizes = (2, 1024, 2**20, 2**40, 2**62)
+        return dict(_RANKS, **{rng.choice(["tp_size", "pp_size", "dp_size"]): rng.choice(sizes)})
+
     def _hello(self) -> wire.Hello:
         rng = self._rng
         layers = [wire.LayerWire("layer0", 0, 0, hostile_layout(rng))] if rng.random() < 0.5 else []
@@ -244,7 +252,7 @@ class HostileMessages:
             revision=self._number(),
             name="hostile",
             address=rng.choice([self._address, "", "tcp://0.0.0.0:1", "nonsense", "a#b#c"]),
-            ranks=dict(_RANKS, tp_size=rng.choice([1, 1, 2, 2**20])),
+            ranks=self._ranks(),
             fingerprint="",
             transports=transports,
             layers=layers,
@@ -252,6 +260,6 @@ class HostileMessages:
         )
 
     def _last_words(self) -> wire.Bye:
-        release = wire.Release(self._ref(), dict(_RANKS), True)
+        release = wire.Release(self._ref(), self._ranks(), True)
         last = wire.encode(self._rng.choice(self._others), release, 3, version=wire.WIRE_MAX)
         return wire.Bye([1, 2, 3], [last, b"", self._rng.randbytes(30)])

@@ -79,6 +79,24 @@ def test_release_without_ranks_from_a_stranger(rig: Rig) -> None:
     assert p.tables["holds"] == 1
 
 
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+@pytest.mark.parametrize("number", [2**20, 2**62])
+def test_release_of_more_ranks_than_there_can_be(rig: Rig, size: str, number: int) -> None:
+    """Promise 9: a peer that has a key cannot have us count to a million, and frees nothing."""
+    p, c = rig.node("p", lease=30.0), rig.node("c")
+    offer = p.agent.hold("t", at(0, 5))
+    c.agent.connect([p.agent.endpoint])
+    rig.pass_time(0.2)
+    ranks = {**offer.sizes, size: number}
+    release = wire.Release(offer.ref(offer.endpoints[0]), ranks, True)
+    route = c.agent._engine.links.of(p.agent.incarnation).mailbox.route  # type: ignore[union-attr]
+    c.agent._channel.send(route, wire.encode(c.agent.incarnation, release, 77))
+    rig.pass_time(0.5)
+    assert p.counters["messages.rejected"] == 1
+    assert p.tables["holds"] == 1
+    assert not p.agent._engine.producer._readers
+
+
 def test_good_bye_without_an_answer_is_a_failure(rig: Rig) -> None:
     """The consumer closes before everything was sealed: both sides have failed."""
     p, c = rig.node("p"), rig.node("c")

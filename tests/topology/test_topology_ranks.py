@@ -12,6 +12,7 @@ import pickle
 import pytest
 
 from kvxfer.core.layout import HeadSlice
+from kvxfer.core.layout.ranks import MAX_RANKS, facing
 from kvxfer.core.topology import (
     PeerTable,
     Ranks,
@@ -344,6 +345,48 @@ def test_71_context_parallel_sources() -> None:
         assert reads <= waits
         if d_tp // d_cp == p_tp // p_cp:
             assert reads == waits
+
+
+def _share_something(one: Ranks, other: Ranks) -> bool:
+    """By counting out what each holds, in parts that are the same on both sides."""
+    shards = max(one.head_shards, other.head_shards)
+    places = max(one.dcp_size, other.dcp_size)
+
+    def held(ranks: Ranks) -> set[tuple[int, int]]:
+        shard, place = divmod(ranks.tp_rank, ranks.dcp_size)
+        return {
+            (s, p)
+            for s in range(shards)
+            for p in range(places)
+            if s * ranks.head_shards // shards == shard and p % ranks.dcp_size == place
+        }
+
+    return bool(held(one) & held(other))
+
+
+@pytest.mark.parametrize("mine", [(1, 1), (4, 1), (4, 2), (8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize("theirs", [(1, 1), (2, 1), (4, 4), (8, 2), (16, 4), (12, 1)])
+def test_ranks_that_face_each_other_share_something(
+    mine: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    """Promise 6: who has to acknowledge is who holds some of the same, and nobody else."""
+    one, other = (latent(tp, dcp_size=dcp) for tp, dcp in (mine, theirs))
+    try:
+        holders_to_release(one, other)
+    except InvalidInputError:
+        return  # sizes that do not divide
+    for rank in range(one.tp_size):
+        found = facing(one.at(rank), other)
+        shared = [r for r in range(other.tp_size) if _share_something(one.at(rank), other.at(r))]
+        assert list(found) == shared
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(MAX_RANKS + 1, 1), (512, 4), (2**20, 1), (1, 2**62)])
+def test_more_ranks_than_an_instance_may_have(tp: int, pp: int) -> None:
+    """Promise 9: sizes that a peer sends are not counted out before they are looked at."""
+    with pytest.raises(InvalidInputError, match=f"tp_size={tp} times pp_size={pp} .* {MAX_RANKS}"):
+        Ranks(tp_size=tp, pp_size=pp, latent=True)
+    assert len(ack_ranks(latent(1), latent(MAX_RANKS))) == MAX_RANKS
 
 
 def test_context_parallel_turns_must_match() -> None:

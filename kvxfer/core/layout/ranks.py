@@ -13,15 +13,25 @@ from kvxfer.core.layout.heads import HeadSlice
 from kvxfer.errors import GeometryError, InvalidInputError
 
 __all__ = [
+    "MAX_RANKS",
     "Ranks",
     "Role",
     "check_pair",
+    "facing",
     "fused_fits",
     "head_slice",
-    "meet",
     "replicates_heads",
     "shard_heads",
 ]
+
+
+MAX_RANKS = 1024
+"""Ranks of one instance (``tp_size * pp_size``), of which a peer tells us.
+
+Each of them may have to acknowledge, so they are counted out: a number without bound would let one
+message of a few bytes take any amount of time and memory.  The widest instances that serve have
+tens of ranks; data-parallel replicas do not count.
+"""
 
 
 class Role(enum.Enum):
@@ -45,7 +55,8 @@ class Ranks:
         latent: the cache is one latent vector per token, the same on every rank (MLA).
 
     Raises:
-        InvalidInputError: a size or rank is out of range, or heads do not divide over the ranks.
+        InvalidInputError: a size or rank is out of range, there are more than ``MAX_RANKS`` of
+            them, or heads do not divide over the ranks.
     """
 
     tp_size: int = attrs.field(validator=is_count)
@@ -64,6 +75,11 @@ class Ranks:
             size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
             if rank >= size:
                 raise InvalidInputError(f"{axis}_rank must lie in 0..{size - 1}, not {rank}")
+        if self.tp_size * self.pp_size > MAX_RANKS:
+            raise InvalidInputError(
+                f"tp_size={self.tp_size} times pp_size={self.pp_size} makes more than {MAX_RANKS} "
+                "ranks, the most that one instance may have"
+            )
         if self.tp_size % self.dcp_size:
             raise InvalidInputError(
                 f"dcp_size={self.dcp_size} does not divide tp_size={self.tp_size}"
@@ -235,11 +251,17 @@ def _slice(
     return HeadSlice(begin - first, begin - held, end - begin)
 
 
-def meet(consumer: Ranks, producer: Ranks) -> bool:
-    to_shards, from_shards = consumer.head_shards, producer.head_shards
-    to, from_ = consumer.tp_rank // consumer.dcp_size, producer.tp_rank // producer.dcp_size
-    if from_shards < to_shards:
-        facing = to * from_shards // to_shards == from_
-    else:
-        facing = from_ * to_shards // from_shards == to
-    return facing and _holds_tokens_of(consumer, producer)
+def facing(mine: Ranks, peer: Ranks) -> tuple[int, ...]:
+    """The peer's tensor-parallel ranks that hold heads and tokens which ``mine`` holds, rising.
+
+    ``peer.tp_rank`` is not looked at, and which side is which makes no difference.  The sizes have
+    passed ``check_pair``.  Costs as much as there are such ranks, not as many as the peer has.
+    """
+    shard, ours, theirs = mine.tp_rank // mine.dcp_size, mine.head_shards, peer.head_shards
+    each = max(theirs // ours, 1)
+    first = shard * theirs // ours if theirs < ours else shard * each
+    common = min(mine.dcp_size, peer.dcp_size)  # one is a multiple of the other
+    places = range(mine.tp_rank % mine.dcp_size % common, peer.dcp_size, common)
+    return tuple(
+        shard * peer.dcp_size + place for shard in range(first, first + each) for place in places
+    )
