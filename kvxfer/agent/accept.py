@@ -318,6 +318,7 @@ class Accepting:
                 op=Op.WRITE,
                 peers_write=True,
                 over=self._left_over,
+                peers=lambda link: (),
                 abandon=lambda: None,
                 is_drained=self._drained,
                 on_fenced=self._fenced,

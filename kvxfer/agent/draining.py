@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvxfer.agent.links import Link
     from kvxfer.core.inflight import Quarantine
     from kvxfer.core.pollable import Pollable
-    from kvxfer.core.transport import Fence
+    from kvxfer.core.transport import Fence, Peer
 
 __all__ = ["Draining"]
 
@@ -31,6 +31,7 @@ class Draining:
 
     ``peers_write``: it is the peers that write into our memory (WRITE, consumer side).  ``over``
     says over which backends something may still move between us and that peer; None: over any.
+    ``peers``: the connections of ours to it on which something is not proven to be over.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Draining:
         op: Op,
         peers_write: bool,
         over: Callable[[Link], frozenset[str] | None],
+        peers: Callable[[Link], Sequence[Peer]],
         is_drained: Callable[[], bool],
         on_fenced: Callable[[], None],
         free: Callable[[float], None],
@@ -59,6 +61,7 @@ class Draining:
         self._op = op
         self._peers_write = peers_write
         self._over = over
+        self._peers = peers
         self._fenced_over: dict[Link, frozenset[str] | None] = {}
         self._is_drained = is_drained
         self._on_fenced = on_fenced
@@ -134,7 +137,9 @@ class Draining:
             # Where there is no connection from here, nothing of ours was posted. A peer that writes
             # needs none of ours: then there may be nothing that we could fence.
             over = self._fenced_over[link] = self._over(link)
-            fences, reasons = link.begin_fences(they_write=self._peers_write, over=over)
+            fences, reasons = link.begin_fences(
+                they_write=self._peers_write, over=over, also=self._peers(link)
+            )
             self._fences += [(link, fence) for fence in fences]
             self._reasons += reasons
             self._ctx.counters.count("fences.begun", len(fences))

@@ -32,6 +32,9 @@ class ConnectAndFence(Pollable[Fence]):
             return self._answer
         if self._fencing is None:
             self._peer, error = self._connecting.poll()
+            if error is not None and self._transport.proves_end(error):
+                self._answer = Fence(done=True), None
+                return self._answer
             if error is not None:
                 why = f"{self._transport.name} does not connect, so nothing fences it: {error}"
                 self._answer = Fence(done=False, reason=why), None

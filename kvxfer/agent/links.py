@@ -40,6 +40,8 @@ from kvxfer.errors import (
 from kvxfer.policies.timeouts import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvxfer.agent.caches import Caches
     from kvxfer.agent.context import Steppable
     from kvxfer.agent.hello import PeerHello
@@ -441,15 +443,17 @@ class Link:
         return self._old_peers
 
     def begin_fences(
-        self, *, they_write: bool, over: frozenset[str] | None
+        self, *, they_write: bool, over: frozenset[str] | None, also: Sequence[Peer] = ()
     ) -> tuple[list[Pollable[Fence]], list[str]]:
         """Ask for the proof that nothing of that peer lands any more, and why some cannot be asked.
 
         ``they_write``: nothing that the peer writes, over any backend that it may use.  ``over``:
-        only over these.
+        only over these.  ``also``: connections on which something of ours is not proven to be over,
+        whether or not we still know them.
         """
         if not they_write:
-            peers = [p for p in self.peers_to_fence if over is None or p.transport.name in over]
+            known = dict.fromkeys([*self.peers_to_fence, *also])
+            peers = [p for p in known if over is None or p.transport.name in over]
             return [peer.transport.fence(peer) for peer in peers], []
         fences: list[Pollable[Fence]] = []
         if self.hello is None:
@@ -457,13 +461,13 @@ class Link:
         unknown = (over or frozenset()) - set(self._used)
         if unknown:
             return fences, [f"it wrote over {', '.join(sorted(unknown))}, which we do not share"]
-        known = [*self.peers_to_fence, *self._kept.values()]
+        connected = [*self.peers_to_fence, *self._kept.values()]
         for transport in self._table.local.transports:
             if transport.name not in self._used or (
                 over is not None and transport.name not in over
             ):
                 continue
-            peers = [peer for peer in known if peer.transport is transport]
+            peers = [peer for peer in connected if peer.transport is transport]
             try:
                 fences += [transport.fence(peer) for peer in peers] or [
                     ConnectAndFence(transport, self._used[transport.name])

@@ -453,16 +453,18 @@ class Part:
 
         Never two engines write one block.
         """
-        return bool(self.link.left_peers()) and any(
+        # Not asked of the link: an engine that has ended may have left an attempt unproven.
+        return self.link.switching is not None and any(
             part._is_elsewhere(transport) for part in (self, *self._siblings)
         )
 
     def _is_elsewhere(self, transport: Transport) -> bool:
-        return any(p.transport is not transport for p in self._peers()) or any(
+        return any(p.transport is not transport for p in self.undrained_peers) or any(
             c.state is _CallState.POSTING and c.transport is not transport for c in self._open
         )
 
-    def _peers(self) -> dict[Peer, None]:
+    @property
+    def undrained_peers(self) -> dict[Peer, None]:
         """The connections on which something of ours is not drained."""
         return dict.fromkeys(a.path.peer for a in self.undrained if not a.drained)
 
@@ -491,7 +493,7 @@ class Part:
             return
         switching = self.link.switching
         for part in (self, *self._siblings):
-            for peer in part._peers():
+            for peer in part.undrained_peers:
                 if peer.transport is transport or switching is None:
                     continue
                 done, why = switching.proof(peer, self.op)
@@ -692,6 +694,11 @@ _NOBODY = _Nobody()
 def undrained_over(parts: Sequence[Part], link: Link) -> frozenset[str]:
     """``Part.undrained_over`` of those that go over ``link``."""
     return frozenset[str]().union(*(part.undrained_over for part in parts if part.link is link))
+
+
+def undrained_peers(parts: Sequence[Part], link: Link) -> list[Peer]:
+    """``Part.undrained_peers`` of those that go over ``link``."""
+    return list(dict.fromkeys(p for x in parts if x.link is link for p in x.undrained_peers))
 
 
 def history_of(parts: Sequence[Part]) -> tuple[HistoryEntry, ...]:

@@ -18,7 +18,7 @@ from kvxfer.agent.batches import batch_of
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part, history_of, undrained_over
+from kvxfer.agent.part import Part, history_of, undrained_over, undrained_peers
 from kvxfer.core import wire
 from kvxfer.core.events import BlockIds, Failed, Gone, Received, Role
 from kvxfer.core.layout import plan_layers
@@ -441,6 +441,7 @@ class Pull:
                 op=Op.READ,
                 peers_write=False,
                 over=partial(undrained_over, parts),
+                peers=partial(undrained_peers, parts),
                 abandon=partial(_abandon, parts),
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,

@@ -18,7 +18,7 @@ from kvxfer.agent.coverage import distinct_nbytes
 from kvxfer.agent.draining import Draining
 from kvxfer.agent.handles import TransferHandle, TransferState
 from kvxfer.agent.mapping import ranks_to_wire
-from kvxfer.agent.part import Part, history_of, undrained_over
+from kvxfer.agent.part import Part, history_of, undrained_over, undrained_peers
 from kvxfer.core import wire
 from kvxfer.core.capabilities import Visibility
 from kvxfer.core.events import BlockIds, Failed, Role, Sent
@@ -498,6 +498,7 @@ class Push:
                 op=Op.WRITE,
                 peers_write=False,
                 over=partial(undrained_over, parts),
+                peers=partial(undrained_peers, parts),
                 abandon=self._abandon,
                 is_drained=lambda: all(part.drained for part in parts),
                 on_fenced=lambda: None,

@@ -119,6 +119,9 @@ class Switching:
             )
         )
         self._drop_probe()
+        # A connection of that backend may be used again: what was proven of it is void.
+        for peer in [p for p in self._fences if p.transport.name == change.after]:
+            del self._fences[peer]
         self._link.use(self._transports[change.after], now, broken=change.down)
         self._schedule(now)
 
@@ -129,8 +132,6 @@ class Switching:
 
         The first question asks for the fence, which serves everybody.  The text says why not.
         """
-        for known in [p for p in self._fences if p not in self._link.left_peers()]:
-            del self._fences[known]
         fence = self._fences.get(peer)
         if fence is None:
             self._ctx.counters.count("failover.fences")

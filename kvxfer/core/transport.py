@@ -288,6 +288,13 @@ class Transport(ABC):
         """Prove that nothing of ``peer`` lands any more. Default: this engine cannot."""
         return Ready(Fence(done=False, reason=f"{self.name} has no fence"))
 
+    def proves_end(self, error: KvxferError) -> bool:
+        """Whether this failure of ``connect`` proves that nothing of the peer lands any more.
+
+        Default: it does not.
+        """
+        return False
+
     def _advance(self, budget: int) -> None:
         """Ask a polled engine for news and ``_report`` it. Default: nothing to ask."""
 

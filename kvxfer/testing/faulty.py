@@ -17,6 +17,7 @@ from kvxfer.errors import (
     BackpressureError,
     HandshakeError,
     InvalidInputError,
+    KvxferError,
     PeerLostError,
     StaleError,
     TransportError,
@@ -124,6 +125,9 @@ class FaultyTransport(Transport):
 
     def _deregister(self, region: Region) -> None:
         self.inner.deregister(region)
+
+    def proves_end(self, error: KvxferError) -> bool:
+        return self.inner.proves_end(error)
 
     def lost_peers(self) -> list[Peer]:
         lost = super().lost_peers()

@@ -237,6 +237,28 @@ def test_a_write_that_may_still_land_is_not_written_twice(rig: Rig) -> None:
     settled(rig, p, c)
 
 
+def test_what_an_ended_engine_leaves_unproven_still_counts(rig: Rig) -> None:
+    """The engine that left a WRITE undrained has ended and keeps no track of it.  The second does
+    not write those blocks all the same: both sides are asked for fresh ones, and the source is
+    fenced too."""
+    c = two(rig, "c", lease=20.0)
+    no_fence = [Fault(kind=FaultKind.FAIL)] * 9
+    plan = FaultPlan(posts=[LEAVES_BYTES], fences=no_fence)
+    p = two(rig, "p", plan=plan, failover=Failover(faults=1))
+    handle = push(p, c, "t", source=3)
+    rig.run(lambda: bool(changes(p)))
+    for path in tuple(p.first._paths):
+        for attempt in tuple(path.undrained):
+            path.settled(attempt)
+    rig.run(lambda: handle.done)
+    assert handle.error is not None
+    assert handle.error.fresh_blocks
+    rig.run(lambda: bool(p.counters.get("fences.begun")))
+    p.first.release()
+    rig.run(lambda: handle.drained)
+    settled(rig, p, c)
+
+
 def test_a_write_that_nothing_proves_asks_both_sides_for_fresh_blocks(rig: Rig) -> None:
     """Nothing proves to the producer that its first backend does not write any more: both sides
     are told, by a field, that only fresh blocks are missing.  Pushed into such blocks it goes over

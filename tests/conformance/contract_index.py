@@ -209,6 +209,12 @@ INDEX: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Default: this engine cannot.": (f"{_BASE}::test_what_an_author_leaves_out",),
     },
+    "Transport.proves_end": {
+        ("Whether this failure of ``connect`` proves that nothing of the peer lands any more."): (
+            "tests/backends/shm/test_shm_identity.py::test_pid_of_nobody_is_a_lost_peer",
+        ),
+        "Default: it does not.": (f"{_BASE}::test_what_an_author_leaves_out",),
+    },
     "Transport._advance": {
         "Ask a polled engine for news and ``_report`` it.": ("test_whoever_sleeps_is_woken",),
         "Default: nothing to ask.": (f"{_BASE}::test_what_an_author_leaves_out",),

@@ -15,7 +15,13 @@ from kvxfer.core.memory import Descriptor, MemoryKind, Region, Span, span_of
 from kvxfer.core.pollable import Deferred, Pollable, Ready
 from kvxfer.core.transport import Fence, Path, Peer, PeerInfo, Transport
 from kvxfer.core.verdict import EngineError, Op
-from kvxfer.errors import ClosedError, HandshakeError, KvxferError, TransportError
+from kvxfer.errors import (
+    ClosedError,
+    HandshakeError,
+    KvxferError,
+    PeerLostError,
+    TransportError,
+)
 
 BATCH = Batch([0], [0], [0], [64])
 ERROR = EngineError(backend="least", message="no")
@@ -104,6 +110,7 @@ def test_what_an_author_leaves_out() -> None:
     assert attempt.state is AttemptState.PENDING
     assert transport.descriptor(scene.region) is scene.region.descriptor
     assert transport.lost_peers() == []
+    assert not transport.proves_end(PeerLostError("the peer is gone"))
     assert transport.must_be_polled
     assert transport.config_type is None
     assert transport.close() == [attempt]

@@ -6,10 +6,11 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from kvxfer.backends.moriio.binding import BACKEND, status_class, verdict_of
+from kvxfer.backends.moriio.binding import BACKEND, verdict_of
 from kvxfer.backends.moriio.calls import LATER_COMPLETION, Call, Group
 from kvxfer.backends.moriio.fate import depth_in, judge
 from kvxfer.backends.moriio.generation import GenerationEnded
+from kvxfer.backends.moriio.statuses import Statuses
 from kvxfer.core.attempt import Accepted, Attempt
 from kvxfer.core.verdict import EngineError, Op
 from kvxfer.errors import BackpressureError, TransportError
@@ -65,10 +66,10 @@ class Poster:
         self._report = report
         self._root_cause = root_cause
         self._uids = itertools.count(1)
-        self._new_status = status_class()
         self._published: collections.deque[Group] = collections.deque()
         self._pending: list[Call] = []
         self._doubtful: dict[Call, None] = {}
+        self._statuses = Statuses()
 
     # ---- on the posting thread -------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Poster:
     def _call(self, group: Group, entry: PlannedCall, queue: SendQueue) -> EngineError | None:
         """Make one engine call. Returns the engine's words if it took nothing of it."""
         lane, local, remote, size, count = entry
-        status = self._new_status()
+        status = self._statuses.take()
         call = Call(group, lane.connection, queue, count, status)
         op = group.attempt.op
         # The engine takes the queue pair from the number: one of this call's own choice.
@@ -260,11 +261,13 @@ class Poster:
         group.calls.remove(call)
         if call.status.Succeeded():
             call.queue.release(call.work_requests)
+            self._statuses.succeeded(call.status)
             self._settle(group, "completion")
             if call.queue.doubtful:
                 self._proven_by(call)
             return
         code, message = verdict_of(call.status)
+        self._statuses.failed(call.status)
         fate = judge(group.attempt.op, code, message, call.work_requests, atomic=self._atomic)
         error = self._explain(call, code, message)
         if fate.queue_dead and call.queue.dead is None:

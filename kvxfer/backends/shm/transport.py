@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -46,6 +47,7 @@ from kvxfer.errors import (
     HandshakeError,
     InvalidInputError,
     KvxferError,
+    TransportError,
     WireError,
 )
 
@@ -392,6 +394,14 @@ class ShmTransport(Transport):
 
         self._loop.call(begin)
         return answer.pollable
+
+    def proves_end(self, error: KvxferError) -> bool:
+        """A process that has ended copies nothing: no other one writes for it."""
+        engine = error.engine if isinstance(error, TransportError) else None
+        return engine is not None and (
+            engine.message.startswith(messages.PID_REUSED.text)
+            or (engine.message.startswith(messages.PEER_GONE.text) and engine.code == errno.ESRCH)
+        )
 
     def _begin_fence(self, peer: ShmPeer, answer: Fencing) -> None:
         self._server.revoke(peer.info.incarnation, answer.peer_answered)

@@ -132,6 +132,25 @@ class _Inside:
         assert self._softrdma is not None
         self._softrdma.delay(seconds)
 
+    def break_device(self, error: int) -> None:
+        """The software RDMA device makes no queue pair until ``mend_device``: that fails with this
+        errno."""
+        from kvxfer.testing.softrdma import SetupCall
+
+        assert self._softrdma is not None
+        self._softrdma.fail_setup(SetupCall.CREATE_QP, error)
+
+    def mend_device(self) -> None:
+        from kvxfer.testing.softrdma import SetupCall
+
+        assert self._softrdma is not None
+        self._softrdma.fail_setup(SetupCall.CREATE_QP, 0)
+
+    def count_device(self) -> None:
+        """Say how many work requests of the software RDMA device have succeeded."""
+        assert self._softrdma is not None
+        self.say(op="device", executed=self._softrdma.counters().executed)
+
     def end_engine(self, backend: str) -> None:
         """End one engine, on the thread that drives it. The process and its agent go on."""
         self.agent._engine.order(lambda now: self._end(backend))

@@ -8,6 +8,7 @@ byte that lands after a block was handed back is seen as a trespass.
 from __future__ import annotations
 
 import collections
+import errno
 import faulthandler
 import queue
 import random
@@ -29,6 +30,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.policies.timeouts import Timeouts
 from kvxfer.testing.life.geometry import FREE, Geometry
 from kvxfer.testing.life.worker import Worker
+from kvxfer.testing.softrdma.codes import WcStatus
 
 if TYPE_CHECKING:
     from kvxfer.policies.failover import Failover
@@ -78,6 +80,8 @@ class Seen:
         self.tables: dict[Worker, dict[str, int]] = {}
         self.counters: dict[Worker, dict[str, int]] = {}
         """What a peer said at the end."""
+        self.executed: dict[Worker, int] = {}
+        """Work requests that a peer's software RDMA device has carried out, as it said last."""
         self.changes: list[BackendChanged] = []
         """Of this side."""
         self.their_changes: list[tuple[Worker, str, str, bool]] = []
@@ -385,6 +389,8 @@ class Life(Seen):
                 self.problems.append(f"{worker} died by itself, with status {status}")
         elif message["op"] == "event":
             self.they_were_asked += message["fresh"]
+        elif message["op"] == "device":
+            self.executed[worker] = message["executed"]
         elif message["op"] == "changed":
             change = (worker, message["before"], message["backend"], message["down"])
             self.their_changes.append(change)
@@ -474,6 +480,40 @@ class Life(Seen):
         self.agent._engine.order(end)
         self.cut |= {self.victim, self.healthy}
 
+    def break_device(self, worker: Worker) -> None:
+        """The RDMA device of a peer makes no queue pair until ``mend_device``, and one of those
+        over which we read from it dies.
+
+        The other peer is left alone until that has happened, so that it is not the one that is hit.
+        """
+        assert self.softrdma is not None
+        device = self.softrdma
+        worker.tell(op="break_device", error=errno.ENOMEM)
+        self.alone(worker)
+        failed = device.counters().failed
+        device.fail_next(WcStatus.GENERAL)
+        self.until(lambda: device.counters().failed > failed, "a failure", 30, worker)
+
+    def mend_device(self, worker: Worker) -> None:
+        worker.tell(op="mend_device")
+
+    def alone(self, worker: Worker) -> None:
+        """Go on until nothing is under way with any other peer."""
+
+        def others() -> bool:
+            asked = any(w is not worker for w, _ in self.asked.values())
+            return asked or any(self.under_way(w) for w in self.ready if w is not worker)
+
+        self.until(lambda: not others(), "the other peers are quiet", self.longest, worker)
+
+    def count_devices(self, worker: Worker) -> tuple[int, int]:
+        """Work requests that our RDMA device and that of a peer have carried out."""
+        assert self.softrdma is not None
+        self.executed.pop(worker, None)
+        worker.tell(op="count_device")
+        self.until(lambda: worker in self.executed, "what the device has done", 30)
+        return self.softrdma.counters().executed, self.executed[worker]
+
     def keep_busy(self, *workers: Worker) -> None:
         """Begin what is missing to ``IN_FLIGHT`` with each of these peers."""
         for worker in workers:
@@ -508,7 +548,8 @@ class Life(Seen):
         return undrained or self.is_open(worker)
 
     def settle(self, what: str, worker: Worker) -> float:
-        """Until nothing with that peer is open or may still land, the healthy one being served.
+        """Until nothing with that peer is open or may still land, the healthy one being served
+        unless it is that peer.
 
         Where only the peer itself could tell what still lands, while it cannot: until nothing is
         open.
@@ -523,7 +564,7 @@ class Life(Seen):
             lambda: not under_way(),
             what,
             self.longest + 2 * self.timeouts.drain + SLACK,
-            self.healthy,
+            *(() if worker is self.healthy else (self.healthy,)),
         )
         self.check_free()
         return seconds

@@ -205,13 +205,17 @@ def test_reused_pid_is_refused_by_connect(near, make_child):
 
 
 def test_pid_of_nobody_is_a_lost_peer(near, make_child):
-    """A PeerInfo of a process that has ended and was reaped."""
+    """A PeerInfo of a process that has ended and was reaped: nothing of it lands any more.  That
+    nobody listens at the address of one that lives proves nothing."""
     child = make_child()
     info = info_from_json(child.open())
+    silent = error_of(near.transport.connect(altered(info, socket="@nobody")))
+    assert not near.transport.proves_end(silent)
     child.kill()
     error = error_of(near.transport.connect(info))
     assert isinstance(error, PeerLostError)
     assert error.message.startswith(messages.PEER_GONE.text)
+    assert near.transport.proves_end(error)
 
 
 @pytest.mark.parametrize("checks_before", [0, 1, 2, 3])
