@@ -42,6 +42,7 @@ __all__ = [
     "Session",
     "read_memory",
     "read_remote",
+    "renew_status",
     "status_class",
     "verdict_of",
 ]
@@ -78,6 +79,15 @@ def status_class() -> Any:
     engine gone.
     """
     return _mori().TransferStatus
+
+
+def renew_status(status: Any) -> None:
+    """Have a status that told of a success say again that nothing was posted.
+
+    The engine sets it at the beginning of every call; should one ever return without, an old
+    success must not be taken for its answer.
+    """
+    status.SetCode(_mori().StatusCode.INIT)
 
 
 def verdict_of(status: Any) -> tuple[int, str]:

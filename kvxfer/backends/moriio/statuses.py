@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from kvxfer.backends.moriio.binding import status_class
+from kvxfer.backends.moriio.binding import renew_status, status_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,17 +32,24 @@ class Statuses:
     code for good: the last ``KEPT_FAILED`` are kept.
     """
 
-    def __init__(self, make: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any] | None = None,
+        renew: Callable[[Any], None] = renew_status,
+    ) -> None:
         self._make = status_class() if make is None else make
+        self._renew = renew
         self._free: collections.deque[Any] = collections.deque()
         self._failed: collections.deque[Any] = collections.deque(maxlen=KEPT_FAILED)
 
     def take(self) -> Any:
-        """For one call."""
+        """For one call; it says that nothing was posted."""
         try:
-            return self._free.popleft()
+            status = self._free.popleft()
         except IndexError:
             return self._make()
+        self._renew(status)
+        return status
 
     def succeeded(self, status: Any) -> None:
         """Its call is over."""
