@@ -261,7 +261,7 @@ class Producer:
             refused = wire.Refused(ref, answer.kind.value, answer.message)
             self._ctx.send(route, wire.Grant(seq, [], [refused]), link.version)
         else:
-            answer.reading.add(reader)
+            answer.reading[reader] = None
             answer.opened[reader] = max(seq, answer.opened.get(reader, -1))
             if self.acks.begin_again(ref.transfer, rank_of(link.hello.ranks)):
                 self._ctx.counters.count("holds.retried")
@@ -352,7 +352,7 @@ class Producer:
                 hold.closed[sender] = max(last, seq, hold.closed.get(sender, 0))
             again = seq and hold.opened.get(sender, -1) > seq  # sent after it: it reads once more
             if sender in hold.reading and not again:
-                hold.reading.discard(sender)
+                hold.reading.pop(sender, None)
                 if ok:
                     hold.consumed.add(sender)
             self._ctx.keeping.finished(hold, sender)
@@ -369,7 +369,7 @@ class Producer:
             return  # it is known to read, or has finished since
         if reader in hold.closed:
             self._ctx.keeping.reads_again(hold, reader)
-        hold.reading.add(reader)
+        hold.reading[reader] = None
         link = self.links.of(reader)
         if link is not None and link.hello is not None:
             self.acks.begin_again(hold.transfer_id, rank_of(link.hello.ranks))
@@ -384,7 +384,7 @@ class Producer:
         """A reader's process has ended: whatever it was granted, it reads no more."""
         for hold in tuple(self.leases):
             if sender in hold.reading:
-                hold.reading.discard(sender)
+                hold.reading.pop(sender, None)
                 self._settle_if_idle(hold, now)
         self._schedule(now)
 

@@ -34,9 +34,9 @@ class Hold:
     """The latest moment that some reader was promised."""
     closing: bool = False
     """Aborted: nobody is granted anything more."""
-    reading: set[Any] = attrs.field(factory=set)
+    reading: dict[Any, None] = attrs.field(factory=dict)
     """Who opened it and has not said that it is finished: the blocks are not free before, and these
-    have to be told if it is gone."""
+    have to be told, in this order, if it is gone."""
     opened: dict[Any, int] = attrs.field(factory=dict)
     """By reader that opened it: the number of its latest request."""
     consumed: set[Any] = attrs.field(factory=set)
@@ -57,9 +57,9 @@ class Hold:
     """All that was expected has happened, but somebody is still reading: what to report then."""
 
     @property
-    def readers(self) -> frozenset[Any]:
+    def readers(self) -> set[Any]:
         """Everybody who opened it."""
-        return frozenset(self.reading) | self.consumed | self.closed.keys()
+        return self.consumed.union(self.reading, self.closed)
 
 
 @attrs.frozen

@@ -47,15 +47,36 @@ def test_what_was_once_found_stays_fixed(case: dict[str, object]) -> None:
     assert not report.violations, str(report.violations[0])
 
 
-def test_equal_seeds_give_equal_runs_in_any_process() -> None:
+CROWDED = {
+    "transfers": 200,
+    "producers": 2,
+    "consumers": 18,
+    "rate": 400.0,
+    "abort": 0.0,
+    "lose": 0.25,
+    "retry_elsewhere": 1.0,
+    "writes": 0.0,
+}
+"""One hold has several readers, which are told that it is gone, in some order."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "profile", "changes"),
+    [(5, "mixed", {"transfers": 60, "lose": 0.1}), (2, "leases", CROWDED)],
+    ids=["mixed", "crowded"],
+)
+def test_equal_seeds_give_equal_runs_in_any_process(
+    seed: int, profile: str, changes: dict[str, float]
+) -> None:
     """A failing seed replays exactly, whatever the hash seed of the process."""
     program = (
-        "from kvxfer.testing.sim import run, SimConfig\n"
-        "import json\n"
-        "print(json.dumps(run(5, SimConfig(transfers=60, lose=0.1)).to_dict(), sort_keys=True))"
+        "from kvxfer.testing.sim import PROFILES, run\n"
+        "import attrs, json\n"
+        f"report = run({seed}, attrs.evolve(PROFILES[{profile!r}], **{changes!r}))\n"
+        "print(json.dumps(report.to_dict(), sort_keys=True))"
     )
     told = set()
-    for hash_seed in ("1", "2"):
+    for hash_seed in ("0", "1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
