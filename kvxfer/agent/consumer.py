@@ -228,7 +228,7 @@ class Consumer:
         if offer.transfer_id in self.pulls:
             self.abort(offer.transfer_id, now)
             return
-        until = now + offer.lease
+        until = self.tells_until(offer, now)
         self._stop_renewing(offer)
         for endpoint in offer.endpoints:
             self._ctx.keeping.unwatch(offer.ref(endpoint))
@@ -256,6 +256,15 @@ class Consumer:
         except (InvalidInputError, CapacityError):
             self._ctx.counters.count("declines.not_sent")
 
+    def tells_until(self, offer: Offer, now: float) -> float:
+        """Until when a producer that confirms nothing is told that we are finished.
+
+        Until its lease ends, but a router may write any lease into an offer, and who does not
+        confirm keeps its place among ``Limits.peers``: so not for longer than what has ended is
+        remembered.
+        """
+        return now + min(offer.lease, self._ctx.config.limits.remembered_ttl)
+
     def _release_unread(self, offer: Offer, now: float) -> None:
         self._stop_renewing(offer)
         for endpoint, _ in read_sources(self.ranks, offer):
@@ -272,7 +281,7 @@ class Consumer:
                     True,
                 ),
                 now=now,
-                until=now + offer.lease,
+                until=self.tells_until(offer, now),
                 to=endpoint.incarnation,
             )
         self._ctx.counters.count("releases.unread")

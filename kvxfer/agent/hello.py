@@ -10,6 +10,7 @@ import attrs
 from kvxfer.agent.mapping import ranks_from_wire, ranks_to_wire
 from kvxfer.core import wire
 from kvxfer.core.layout import KVLayout, LayerRef, StateLayout
+from kvxfer.core.layout.layers import MAX_LAYERS
 from kvxfer.core.memory import Descriptor, MemoryKind
 from kvxfer.core.topology import Ranks
 from kvxfer.core.transport import PeerInfo
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from kvxfer.agent.caches import Caches
     from kvxfer.core.transport import Transport
 
-__all__ = ["LocalHello", "PeerHello"]
+__all__ = ["MAX_LAYOUTS", "LocalHello", "PeerHello"]
+
+MAX_LAYOUTS = 4 * MAX_LAYERS
+"""Most layouts of one hello. Recurrent states have two to four parts, each of which has one, and
+making one takes some 40 us of the thread that renews leases."""
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +75,13 @@ class PeerHello:
                 f"hello of {message.name!r}: it speaks wire version {message.versions[1]} and does "
                 "not say where its keeper is reached, or that it has none"
             )
+        layouts = sum(_layouts(x.layout) for x in message.layers)
+        for what, found, most in (
+            ("layers", len(message.layers), MAX_LAYERS),
+            ("layouts, those of all parts of its states included", layouts, MAX_LAYOUTS),
+        ):
+            if found > most:
+                raise WireError(f"hello of {message.name!r}: it has {found} {what}, over {most}")
         try:
             layers = tuple(
                 LayerRef(name=x.name, group=x.group, region=x.region, layout=_layout(x.layout))
@@ -110,6 +122,12 @@ class PeerHello:
         if self.failover:
             return tuple(mine[n] for n in self.failover if n in mine and n in self.infos)
         return tuple(mine[n] for n in self.infos if n in mine)[:1]
+
+
+def _layouts(message: Mapping[str, Any]) -> int:
+    """How many layouts have to be made of one layer's: one, or one for each part of its state."""
+    parts = message.get("parts")
+    return len(parts) if isinstance(parts, list) else 1
 
 
 def _layout(message: Mapping[str, Any]) -> KVLayout | StateLayout:

@@ -469,8 +469,8 @@ class Pull:
         return tuple(groups)
 
     def _release(self, *, ok: bool, now: float) -> None:
-        """Tell every producer rank that we are finished; until confirmed or the lease ends."""
-        until = now + self.offer.lease
+        """Tell every producer rank that we are finished, until it is confirmed or too late."""
+        until = self._consumer.tells_until(self.offer, now)
         error = self.error
         release = partial(wire.Release, ok=ok, seq=self._consumer.closing_seq())
         if not ok and error is not None:

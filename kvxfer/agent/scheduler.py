@@ -364,7 +364,9 @@ class SchedulerAgent:
                 del self._kept[transfer_id]
                 continue
             due.append(kept.offer)
-            self._renewals.set(transfer_id, now + kept.offer.lease / _RENEWALS_PER_LEASE)
+            # A router may write any lease into an offer: workers would not ask more often either.
+            pause = max(kept.offer.lease / _RENEWALS_PER_LEASE, self.config.grant_interval)
+            self._renewals.set(transfer_id, now + pause)
         if due:
             self.renew(due)
 

@@ -10,6 +10,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from kvxfer.core.layout._checks import int64_vector
 from kvxfer.core.layout.blocks import Blocks
 from kvxfer.core.trace import checked_traceparent, read_traceparent
 from kvxfer.core.wire import Count, Name, RanksWire, Ref, Seconds, Token
@@ -225,10 +226,10 @@ def _group_to_dict(blocks: Blocks) -> dict[str, Any]:
 
 
 def _group_from_wire(raw: _GroupWire) -> Blocks:
-    ids = np.array(raw.ids, dtype=np.int64) if raw.ids else np.zeros(0, dtype=np.int64)
+    ids = int64_vector("ids", raw.ids)
     placeholder = None
     if raw.holes:
-        holes = np.array(raw.holes, dtype=np.int64)
+        holes = int64_vector("holes", raw.holes)
         if int(holes.min()) < 0 or int(holes.max()) >= len(ids):
             raise InvalidInputError(f"offer names hole {int(holes.max())} of {len(ids)} blocks")
         # Whatever id the producer's engine uses for "no memory", -1 is no block id anywhere.

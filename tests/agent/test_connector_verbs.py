@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import pickle
 
+import attrs
 import pytest
 from agent_rig import Node, Rig, at, layout
 
-from kvxfer.agent import SchedulerAgent
+from kvxfer.agent import AgentConfig, SchedulerAgent
+from kvxfer.agent.config import Limits
 from kvxfer.agent.orders import DeclineOrder, PushOrder, RenewOrder, SealOrder
 from kvxfer.core.events import Failed, Received, Role, Sent
+from kvxfer.core.offer import Endpoint
 from kvxfer.errors import ErrorKind, InvalidInputError
 from kvxfer.testing.faults import Fault, FaultKind, FaultPlan
 
@@ -102,6 +105,41 @@ def test_a_declined_hold_is_not_renewed(rig: Rig) -> None:
         times += len(decode.take_orders())
     assert times == 4, "after 1, 2, 3 and 4 s"
     assert not decode._kept
+
+
+def test_a_lease_of_nothing_is_not_renewed_all_the_time(rig: Rig) -> None:
+    """A router may write any lease into an offer: it is renewed no more often than a request for a
+    grant is repeated, instead of in every round."""
+    p, c = rig.node("p"), rig.node("c")
+    offer = attrs.evolve(scheduler(p, rig).hold("a", at(0, 1)), lease=0.0)
+    decode = SchedulerAgent([c.agent.info], clock=rig.clock, longest=5.0)
+    decode.keep(offer)
+    times = 0
+    while (due := decode.next_at()) is not None and times < 100:
+        rig.clock.advance(max(0.0, due - rig.clock.now()))
+        times += len(decode.take_orders())
+    assert times == pytest.approx(5.0 / AgentConfig().grant_interval, abs=2)
+
+
+@pytest.mark.parametrize("verb", ["decline", "release"])
+def test_a_lease_for_ever_does_not_keep_a_place_for_ever(rig: Rig, verb: str) -> None:
+    """Promise 8: whoever never confirms that we are finished is told for as long as what has ended
+    is remembered, whatever lease a router wrote into the offer; then its place is free."""
+    limits = Limits(peers=4, remembered_ttl=20.0)
+    p, c = rig.node("p"), rig.node("c", limits=limits)
+    offer = p.agent.hold("t", at(0, 5))
+    for i in range(4):
+        gone = Endpoint(address=f"10.0.0.{90 + i}:1", incarnation="gone")
+        forged = attrs.evolve(offer, transfer_id=f"t{i}", lease=1e9, endpoints=(gone,))
+        if verb == "decline":
+            c.agent.decline(forged)
+        else:
+            c.agent.abort(c.agent.pull(forged, at(0, i)).transfer_id)
+    rig.pass_time(15.0)
+    assert c.tables["unconfirmed"] == 4
+    rig.pass_time(10.0)
+    assert c.tables["unconfirmed"] == 0
+    assert len(c.agent._engine.links.mailboxes) == 0
 
 
 def test_an_aborted_push_is_not_sealed_afterwards(rig: Rig) -> None:

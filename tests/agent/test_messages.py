@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
+from typing import Any
 
 import msgspec
 import pytest
-from agent_rig import Rig, at
+from agent_rig import Rig, at, layout
 
+from kvxfer.agent.hello import PeerHello
 from kvxfer.core import wire
 from kvxfer.core.channel import Inbound
 from kvxfer.core.events import Received, Sent
+from kvxfer.core.layout import StateLayout, StatePart
 from kvxfer.errors import WireError
 
 REF = wire.Ref("t", "k", 1)
@@ -125,6 +129,29 @@ def test_mutated_messages_never_stop_the_agent(rig: Rig) -> None:
     rig.run(lambda: handle.done)
     assert c.of(Received, "t")
     assert p.counters["messages.rejected"] > 2000
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts", "text"),
+    [
+        (2049, 0, "2049 layers, over 2048"),
+        (129, 64, "8256 layouts, those of all parts of its states included, over 8192"),
+    ],
+)
+def test_hellos_of_more_layers_than_can_be_matched(layers: int, parts: int, text: str) -> None:
+    """Refused before a layout is made of each: that takes 40 us, and a hello of 8 MiB had room for
+    a second of it and more."""
+    cache: dict[str, Any] = layout(4).to_wire()
+    if parts:
+        pieces = [StatePart(name=f"{i}", slot_stride=1, unit_nbytes=1, dtype="uint8")
+                  for i in range(parts)]  # fmt: skip
+        cache = StateLayout(num_slots=1, parts=pieces).to_wire()
+    named = [wire.LayerWire(f"layer{i}", 0, 0, cache) for i in range(layers)]
+    hello = wire.Hello((1, 1), False, 1, 1, "n", "", {"tp_size": 1}, "", [], named)
+    began = time.process_time()
+    with pytest.raises(WireError, match=text):
+        PeerHello.from_wire("peer", hello)
+    assert time.process_time() - began < 0.05
 
 
 def test_strangers_are_asked_who_they_are(rig: Rig) -> None:

@@ -219,6 +219,12 @@ def test_an_odd_answer(serve: Any, reply: bytes) -> None:
         describe(serve(reply).address, 10.0)
 
 
+def test_an_answer_too_long_to_be_read(serve: Any) -> None:
+    """JSON is read with the GIL held, and who answers says how much there is of it."""
+    with pytest.raises(WireError, match="4194305 bytes is no description"):
+        describe(serve(struct.pack("<QB", (4 << 20) + 1, 1), hold=True).address, 10.0)
+
+
 @pytest.mark.parametrize("reply", [b"", struct.pack("<QB", 1000, 1) + b"{"])
 def test_no_whole_answer_in_time(serve: Any, reply: bytes) -> None:
     """A stopped process accepts connections and answers nothing: the time-out is ours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -227,6 +228,10 @@ def test_offers_from_anywhere(bad: Any) -> None:
             Offer.from_dict(wrong)
         except InvalidInputError:
             continue
+    for field in ("ids", "positions", "holes", "start"):
+        for wrong in (bad, [bad], [1, bad]):
+            with contextlib.suppress(InvalidInputError):
+                Offer.from_dict({**good, "groups": [{"ids": [1, 2], field: wrong}]})
     for text in (bad, str(bad), b"\xff", "[" * 100_000):
         if isinstance(text, (str, bytes)):
             with pytest.raises(InvalidInputError):

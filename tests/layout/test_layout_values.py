@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from kvxfer.core.layout import (
     LayerPair,
     LayerRef,
     Layers,
+    LayersPlan,
     LayoutKind,
     PairedPlan,
     Plan,
@@ -367,6 +370,86 @@ def test_plans_that_would_exhaust_memory_are_refused() -> None:
         plan_blocks(
             coarse, Blocks.at(0, range(1024)), fine, Blocks.at(0, range(1024)), allow_gaps=True
         )
+
+
+@pytest.mark.parametrize("destination", list(Side))
+def test_what_a_peer_says_of_its_blocks_costs_what_ours_hold(destination: Side) -> None:
+    """Blocks of a million tokens in kernel blocks of two, as a peer may claim: only where they meet
+    our few tokens are they cut.  Cut everywhere, each took a second."""
+    ours = flat(64, 16)
+    theirs = KVLayout(
+        num_blocks=2**10, block_stride=2**22, kernel_blocks=2**19, kernel_stride=4,
+        kernel_tokens=2, token_stride=1, head_nbytes=1, dtype="uint8",
+    )  # fmt: skip
+    ids = range(1000)
+    began = time.process_time()
+    for at in (0, 2**16 - 2, 2**19):  # in tokens of 16: the second lies across two of theirs
+        plan = plan_blocks(
+            ours, Blocks.at(at, [5, 3, 9, 7]), theirs, Blocks.at(0, ids),
+            destination=destination, allow_gaps=True, uncovered_remote=(
+                len(ids) if destination is Side.REMOTE else 0
+            ),
+        )  # fmt: skip
+        assert plan.nbytes == 64
+        tokens = at * 16 + np.arange(64)
+        expected = tokens // 2**20 * 2**22 + tokens % 2**20 // 2 * 4 + tokens % 2
+        reached = np.concatenate(
+            [np.arange(a, a + n) for a, n in zip(plan.remote, plan.size, strict=True)]
+        )
+        assert np.array_equal(reached, expected)
+    assert time.process_time() - began < 2.0
+
+
+def test_layers_that_a_peer_interleaves_are_not_written_out_without_bound() -> None:
+    """A peer's layouts decide how finely ours fall apart and whether layers can be told apart:
+    beyond a bound the pieces stay factored, or, where they must be compared, are refused."""
+    wide = {"kernel_tokens": 2**12, "heads": 64, "head_nbytes": 1, "dtype": "uint8"}
+    near = KVLayout(num_blocks=4, block_stride=2**18, token_stride=64, head_stride=1, **wide)
+    theirs = []
+    for i in range(80):  # the row of a token holds all layers, and a gap between any two heads
+        far = KVLayout(num_blocks=4, block_stride=2**12 * 80 * 128, token_stride=80 * 128,
+                       head_stride=2, offset=i * 128, **wide)  # fmt: skip
+        theirs.append(LayerRef(name=f"{i}", group=0, region=0, layout=far))
+    ours = [LayerRef(name=f"{i}", group=0, region=i, layout=near) for i in range(80)]
+    layers = match_layers(ours, theirs)
+    blocks = [Blocks.at(0, [2])]
+    began = time.process_time()
+    plan = plan_layers(layers, blocks, blocks)
+    assert len(plan) == 80 * 2**18
+    assert isinstance(plan.merged(), LayersPlan)
+    with pytest.raises(InvalidInputError, match="20971520 pieces of all layers written out, over"):
+        _ = plan.local
+    with pytest.raises(InvalidInputError, match="pieces of all layers written out, over 16777216"):
+        plan_layers(
+            match_layers(ours, [*theirs[:-1], attrs.evolve(theirs[0], name="79")]),
+            blocks,
+            blocks,
+            destination=Side.REMOTE,
+        )
+    assert time.process_time() - began < 2.0
+
+
+def test_pairing_that_would_take_too_many_cuts_is_refused() -> None:
+    """Tokens that are dealt out one by one make one cut each, also those of a list that is not
+    ours: refused before they are made, with the number and the limit."""
+    share = TokenShare(0, 2, 1)
+    theirs = flat(2**12, 2**20)
+    with pytest.raises(InvalidInputError, match="cuts, over 4194304"):
+        plan_blocks(
+            flat(64, 16), Blocks.at(0, [1], share=share), theirs, Blocks.at(0, range(9)),
+            destination=Side.REMOTE, allow_gaps=True, uncovered_remote=9,
+        )  # fmt: skip
+
+
+def test_gaps_in_positions_are_not_cut() -> None:
+    """What no list holds costs nothing, however the tokens are dealt out."""
+    share = TokenShare(0, 2, 1)
+    plan = plan_blocks(
+        flat(64, 16), Blocks.at(0, [1, 2], share=share), flat(64, 32),
+        Blocks.placed([0, 2**30], [4, 5]), destination=Side.REMOTE, allow_gaps=True,
+        uncovered_remote=1,
+    )  # fmt: skip
+    assert plan.nbytes == 16
 
 
 def test_unlike_caches_are_refused_with_both_geometries() -> None:
@@ -956,6 +1039,27 @@ def test_the_plan_cache_is_bounded_by_plans_and_pieces() -> None:
     assert (len(cache), cache.pieces) == (0, 0)
     with pytest.raises(InvalidInputError, match="at least 1"):
         PlanCache(max_plans=0)
+
+
+def test_the_plan_cache_counts_long_lists_of_which_little_moves() -> None:
+    """A peer's list of many blocks, of which one pairs, is not kept as if it were one piece: its
+    ids and the report of what it leaves uncovered take the memory."""
+    layers = match_layers(
+        [LayerRef(name="a", group=0, region=0, layout=flat(4))],
+        [LayerRef(name="a", group=0, region=0, layout=flat(2**12))],
+    )
+    cache = PlanCache(max_pieces=10_000)
+    for first in range(5):
+        plan = plan_layers(
+            layers,
+            [Blocks.at(0, [1])],
+            [Blocks.placed(range(0, 2_000, 2), range(first, first + 1_000))],
+            destination=Side.REMOTE,
+            uncovered_remote=1_000,
+            cache=cache,
+        )
+        assert (len(plan), len(plan.uncovered[0])) == (1, 999)
+    assert (len(cache), cache.pieces, cache.evicted) == (4, 4 * (500 + 2 * 999), 1)
 
 
 def test_the_plan_cache_key_holds_everything_a_plan_depends_on() -> None:

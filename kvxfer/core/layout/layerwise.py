@@ -82,7 +82,7 @@ def plan_layers(
         if plan is None:
             plan = request.plan(shared, ours, theirs)
             if cache is not None:
-                cache.put(key, plan)
+                cache.put(key, plan, ids=len(ours) + len(theirs))
         if len(plan) or len(plan.uncovered):
             groups.append(
                 PlanGroup(

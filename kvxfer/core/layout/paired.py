@@ -24,6 +24,14 @@ __all__ = ["LayersPlan", "PairedPlan", "PlanGroup"]
 
 T = TypeVar("T")
 
+MAX_WRITTEN = 2**24
+"""Most pieces of several layers that are written out one by one. How finely blocks fall apart, and
+whether layers seem to overlap, is up to the peer's layouts as well: with what joining or comparing
+takes, these are over a gigabyte and some six seconds."""
+MAX_JOINED = 2**22
+"""Most pieces that are written out only to find some that can be joined: beyond, that costs the
+thread more than a second, and the engine is given a few pieces more."""
+
 
 class PairedPlan:
     """Pieces between several pairs of regions; ``pair[i]`` says between which.
@@ -241,6 +249,13 @@ class LayersPlan(PairedPlan):
     def _get(self) -> tuple[Int32Array, Int64Array, Int64Array, Int64Array]:
         if self._vectors is None:
             total = len(self)
+            if total > MAX_WRITTEN:
+                raise InvalidInputError(
+                    f"the plan would have {total} pieces of all layers written out, over "
+                    f"{MAX_WRITTEN}",
+                    next_step="plan fewer blocks or layers at a time, or use one token order on "
+                    "both sides",
+                )
             pair = np.empty(total, np.int32)
             local = np.empty(total, np.int64)
             remote = np.empty(total, np.int64)
@@ -273,14 +288,17 @@ class LayersPlan(PairedPlan):
 
         Pieces are joined inside a layer, and across layers that share a row on both sides; both
         cost the shared plan, not all pieces.  Only if layers interleave in another way, or touch at
-        their ends, all pieces are written out, joined and ordered by pair and local offset.
+        their ends, all pieces are written out, joined and ordered by pair and local offset; unless
+        they are more than ``MAX_JOINED``, which stay as they are.
         """
         groups, before = self.groups, -1
         while before != (before := sum(len(group) for group in groups)):
             joined = [group.with_plan(group.plan.merged()) for group in groups]
             groups = tuple(part for group in joined for part in fused(group))
         whole = self if before == len(self) else LayersPlan(groups)
-        return whole if apart(whole.groups) else PairedPlan.merged(whole)
+        if len(whole) > MAX_JOINED or apart(whole.groups):
+            return whole
+        return PairedPlan.merged(whole)
 
     def plans(self) -> Iterator[tuple[int, Plan]]:
         """``(pair, plan)`` of every layer, without building the flat vectors.

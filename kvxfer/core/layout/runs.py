@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Runs", "pair_runs"]
 
+MAX_CUTS = 2**22
+"""Most borders of runs in one pairing, unless our own list has more cells. Tokens that are dealt
+out one by one make one each: four million are beyond today's requests, and take about a second."""
+
 
 @attrs.frozen(eq=False)
 class Runs:
@@ -80,44 +84,81 @@ class _Stretch:
         at = np.minimum(np.searchsorted(self.positions, position), len(self.positions) - 1)
         return at, cell, held & (self.positions[at] == position)
 
-    def cuts(self, steps: tuple[int, ...]) -> Int64Array:
-        """The request's cells at which a run of this side begins or ends."""
+    def hull(self) -> tuple[int, int]:
+        """From the first of the request's cells that this side holds to past the last."""
+        if not len(self.positions):
+            return 0, 0
+        ends = np.array([self.positions[0], self.positions[-1] + 1]) * self.per_block
+        first, last = self.to_request(ends - [0, 1]).tolist()
+        return first, last + 1
+
+    def own_range(self, hull: tuple[int, int]) -> tuple[int, int]:
+        """Own cells outside of which none is one of the request's cells in ``hull``."""
+        if self.ranks == 1:
+            return hull
+        whole = self.turn * self.ranks
+        return hull[0] // whole * self.turn, (hull[1] // whole + 1) * self.turn
+
+    def cuts(self, steps: tuple[int, ...], other: _Stretch, most: int) -> Int64Array:
+        """The request's cells at which a run of this side begins or ends.
+
+        The steps inside a block count only where ``other`` may hold the cells as well: how long
+        they are is what a peer says of itself, what they meet is bounded by our own list.
+        """
         if not len(self.positions):
             return np.empty(0, np.int64)
         starts = self.positions * self.per_block
-        parts = [starts, starts + self.per_block]
+        ends = starts + self.per_block
+        parts = [starts, ends]
         if self.ranks > 1:
-            parts.append(_multiples_inside(starts, parts[1], self.turn))
-        for step in steps:
-            _check_cuts(len(starts) * (self.per_block // step))
-            offsets = np.arange(step, self.per_block, step)
-            parts.append((starts[:, None] + offsets).ravel())
-        own = np.unique(np.concatenate(parts))
+            parts.append(_multiples_inside(starts, ends, self.turn, most))
+        if steps:
+            low, high = self.own_range(other.hull())
+            met = (starts < high) & (ends > low)
+            base = starts[met]
+            begin = np.maximum(base, low) - base
+            end = np.minimum(ends[met], high) - base
+            parts += [_multiples_inside(begin, end, step, most, base) for step in steps]
+        own = _distinct(np.concatenate(parts))
         if self.ranks == 1:
             return own
         # A run begins at the image of its first cell and ends one past that of its last.
         begin = self.to_request(own[:-1])
         end = self.to_request(own[1:] - 1) + 1
-        return np.unique(np.concatenate((begin, end)))
+        return _distinct(np.concatenate((begin, end)))
 
 
-def _multiples_inside(starts: Int64Array, ends: Int64Array, step: int) -> Int64Array:
-    """Every multiple of ``step`` strictly inside one of the intervals."""
+def _distinct(values: Int64Array) -> Int64Array:
+    """Sorted, each once. ``np.unique`` hashes them, which takes many times as long."""
+    ordered = np.sort(values)
+    if len(ordered) < 2:
+        return ordered
+    new = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    return ordered[new]
+
+
+def _multiples_inside(
+    starts: Int64Array, ends: Int64Array, step: int, most: int, base: Int64Array | None = None
+) -> Int64Array:
+    """Every multiple of ``step`` strictly inside one of the intervals, each counted from its base.
+
+    Raises:
+        InvalidInputError: they are more than ``most``.
+    """
     first = starts // step + 1
     counts = np.maximum((ends - 1) // step - first + 1, 0)
     total = int(counts.sum())
-    _check_cuts(total)
-    skipped = np.repeat(np.cumsum(counts) - counts, counts)
-    out: Int64Array = (np.repeat(first, counts) + np.arange(total) - skipped) * step
-    return out
-
-
-def _check_cuts(cuts: int) -> None:
-    if cuts > MAX_PIECES:
+    if total > most:
         raise InvalidInputError(
-            f"pairing would take {cuts} cuts, over {MAX_PIECES}",
+            f"pairing would take {total} cuts, over {most}",
             next_step="plan fewer blocks at a time",
         )
+    skipped = np.repeat(np.cumsum(counts) - counts, counts)
+    out: Int64Array = (np.repeat(first, counts) + np.arange(total) - skipped) * step
+    if base is not None:
+        out += np.repeat(base, counts)
+    return out
 
 
 def pair_runs(
@@ -139,11 +180,19 @@ def pair_runs(
     first, second = starts_of(local, remote, rule, equal_size=local_cells == remote_cells)
     ours = _stretch(local, first, local_cells, cell_tokens)
     theirs = _stretch(remote, second, remote_cells, cell_tokens)
-    cuts = np.union1d(ours.cuts(local_steps), theirs.cuts(remote_steps))
-    source = theirs if rule.destination is Side.LOCAL else ours
+    most = min(max(MAX_CUTS, len(ours.ids) * ours.per_block * ours.ranks), MAX_PIECES)
+    cuts = _distinct(
+        np.concatenate(
+            (ours.cuts(local_steps, theirs, most), theirs.cuts(remote_steps, ours, most))
+        )
+    )
+    source, target = (theirs, ours) if rule.destination is Side.LOCAL else (ours, theirs)
     if source.ranks > 1 and len(cuts):
         # Beyond the source's own list, the report still has to tell its tokens from other ranks'.
-        cuts = np.union1d(cuts, _multiples_inside(cuts[:-1], cuts[1:], source.turn))
+        # What the destination does not hold, such as gaps in its positions, is in no report.
+        _, _, held = target.find(cuts[:-1])
+        more = _multiples_inside(cuts[:-1][held], cuts[1:][held], source.turn, most)
+        cuts = _distinct(np.concatenate((cuts, more)))
     begin, length = cuts[:-1], np.diff(cuts)
     at_local, local_cell, in_local = ours.find(begin)
     at_remote, remote_cell, in_remote = theirs.find(begin)
