@@ -38,6 +38,7 @@ Int64Array = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 INT64 = np.iinfo(np.int64)
+_VERY_FEW = 4
 _FEW = 64
 """Up to so many numbers Python is quicker than numpy."""
 _PARTS_KEPT = 64
@@ -306,14 +307,14 @@ def vector(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
 
 
 def least(values: npt.NDArray[Any]) -> int:
-    """The least value of a vector that is not empty. Three times quicker than ``min``, if short."""
-    found: int = values.item(values.argmin())
+    """The least value of a vector that is not empty. Many times quicker than ``min``, if short."""
+    found: int = values.item(values.argmin()) if len(values) > _VERY_FEW else min(values.tolist())
     return found
 
 
 def greatest(values: npt.NDArray[Any]) -> int:
     """As ``least``."""
-    found: int = values.item(values.argmax())
+    found: int = values.item(values.argmax()) if len(values) > _VERY_FEW else max(values.tolist())
     return found
 
 

@@ -64,14 +64,7 @@ class CopyJob:
         self._lock = threading.Lock()
         self._error: EngineError | None = None
         self._moved = False
-        # Two chunks per thread let all of them end at about the same time.
-        share = attempt.batch.nbytes // (2 * workers)
-        max_nbytes = min(max(share, CHUNK_BYTES_MIN), CHUNK_BYTES)
-        self.tasks = [
-            ChunkTask(self, part, in_place)
-            for batch, in_place in self._by_place(attempt.batch)
-            for part in batch.cut(max_pieces=CHUNK_PIECES, max_nbytes=max_nbytes)
-        ]
+        self.tasks = self._cut(attempt.batch, workers)
         self._left = len(self.tasks)
 
     def stop(self, error: EngineError) -> None:
@@ -174,6 +167,19 @@ class CopyJob:
         self._settled(self)
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _cut(self, batch: Batch, workers: int) -> list[ChunkTask]:
+        whole = self.path.one_place
+        if whole is not None and self.pieces <= CHUNK_PIECES and batch.nbytes <= CHUNK_BYTES_MIN:
+            return [ChunkTask(self, batch, whole)]
+        # Two chunks per thread let all of them end at about the same time.
+        share = batch.nbytes // (2 * workers)
+        max_nbytes = min(max(share, CHUNK_BYTES_MIN), CHUNK_BYTES)
+        return [
+            ChunkTask(self, part, in_place)
+            for placed, in_place in self._by_place(batch)
+            for part in placed.cut(max_pieces=CHUNK_PIECES, max_nbytes=max_nbytes)
+        ]
 
     def _by_place(self, batch: Batch) -> list[tuple[Batch, bool]]:
         if self.path.one_place is not None:

@@ -131,12 +131,14 @@ class ProcessWatch:
         self.pid = pid
         self._began = began
         self._look_up = look_up
+        self._poll = _poll_of(pidfd)
 
     def alive(self) -> bool:
         """Whether the process has not ended. One system call."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return not poll.poll(0)
+        try:
+            return not self._poll.poll(0)
+        except RuntimeError:  # another thread asks at this moment: one poll object serves one
+            return not _poll_of(self.pidfd).poll(0)
 
     def same_process(self) -> bool:
         """Whether the pid still belongs to the process that was meant when we connected.
@@ -150,7 +152,16 @@ class ProcessWatch:
         """Idempotent."""
         fd, self.pidfd = self.pidfd, -1
         if fd >= 0:
+            self._poll = _poll_of(-1)  # never a descriptor that comes to have this number
             os.close(fd)
+
+
+def _poll_of(fd: int) -> select.poll:
+    """Made once where it is asked often. Of -1 it never tells anything."""
+    poll = select.poll()
+    if fd >= 0:
+        poll.register(fd, select.POLLIN)
+    return poll
 
 
 def admit_readers() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 
 import attrs
 import msgspec
@@ -423,3 +424,36 @@ def _address(process):
         socket="@x",
         token=bytes(32),
     )
+
+
+def test_a_watch_that_several_threads_ask():
+    """Whoever asks while another thread is inside the same poll object gets an answer all the
+    same."""
+
+    class Busy:
+        def poll(self, timeout):
+            raise RuntimeError("concurrent poll() invocation")
+
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    watches = [ProcessWatch(os.pidfd_open(pid)) for pid in (os.getpid(), gone.pid)]
+    gone.wait()
+    for watch in watches:
+        watch._poll = Busy()
+    assert [watch.alive() for watch in watches] == [True, False]
+    for watch in watches:
+        watch.close()
+
+
+def test_a_watch_that_is_closed_looks_at_nobody():
+    """What gets its descriptor's number next is not taken for an end of the process."""
+    watch = ProcessWatch(os.pidfd_open(os.getpid()))
+    number = watch.pidfd
+    watch.close()
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    os.dup2(readable, number)
+    try:
+        assert watch.alive()
+    finally:
+        for fd in {readable, writable, number}:
+            os.close(fd)
