@@ -485,7 +485,9 @@ class Requests:
     def _check_release(self, node: SimNode, name: str) -> None:
         """What was received long ago must not have to wait for the end of its lease."""
         request, now = self.by_id[name], self._world.clock.now()
-        quiet = not request.disturbed and now > node.disturbed_until
+        # A reader may be struck between its end of the transfer and its release's way out.
+        sides = (node, *request.consumers)
+        quiet = not request.disturbed and all(now > side.disturbed_until for side in sides)
         # It is sent so often at least before the lease ends; all of them can be lost.
         quiet = quiet and request.releases_lost < _RELEASES
         if quiet and request.received and request.received_at + 2.0 < now:
