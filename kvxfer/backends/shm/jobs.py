@@ -28,8 +28,9 @@ __all__ = ["CHUNK_BYTES", "CHUNK_PIECES", "ChunkTask", "CopyJob", "ProbeTask", "
 CHUNK_BYTES = 16 << 20
 """Bytes copied at most before another peer gets its turn, and before a stop is noticed: a few
 milliseconds."""
-CHUNK_BYTES_MIN = 1 << 20
-"""Smaller chunks would spend a tenth of their time on being chunks."""
+CHUNK_BYTES_MIN = 4 << 20
+"""Until a thread has woken up, this one has copied so much by itself. With chunks of 1 MiB, 4 MiB
+took twice as long (0.9 and 0.5 ms, benchmarks/shm_engines.py)."""
 CHUNK_PIECES = 4096
 
 
