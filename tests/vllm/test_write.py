@@ -97,7 +97,9 @@ def test_aborted_between_two_chunks(engine: Get, expected: Expected) -> None:
     decode.call("step")
     request = prefill.call("add", prompt=prompt, kv=push.for_prefill(), max_tokens=1)
     prefill.call("step")
-    step_until(prefill, lambda: prefill.call("state")["tables"]["pushes"] == 1, step=False)
+    # Once the first chunk has landed: before prefill has asked, decode could not be told that it
+    # ended, and would wait for the deadline of its blocks.
+    step_until(prefill, lambda: prefill.call("landed", transfer_id="half-pushed"), step=False)
     prefill.call("abort", request_id=request)
     assert prefill.settle(free)["free"] == free
     (output,) = decode.call("finish", ids=[waiting])
