@@ -117,6 +117,8 @@ def test_a_device_that_grants_less(rig, softrdma):
         with pytest.raises(BackpressureError) as refused:
             r.transport.post(Op.READ, far.path, scattered(8, first=16))
         assert "max=16" in refused.value.engine.message
+        # Kept like that of a call that failed: an earlier call of the engine's may still hold it.
+        assert len(r.transport._poster._statuses._failed) == 1
         with pytest.raises(BackpressureError, match="16 of 16"):
             r.transport.post(Op.READ, far.path, scattered(8, first=16))
     r.ended(first)

@@ -169,6 +169,7 @@ class Poster:
         try:
             post(local, remote, size, status, uid)
         except TypeError as error:  # pybind11 did not even call the engine
+            self._statuses.failed(status)
             return EngineError.of(BACKEND, error)
         except Exception as error:  # noqa: BLE001 - never seen; it may be half posted
             group.failed(EngineError.of(BACKEND, error), Accepted.UNKNOWN)
@@ -189,6 +190,7 @@ class Poster:
                 if fate.queue_dead:
                     queue.dead = refusal
                 group.calls.pop()
+                self._statuses.failed(status)  # an earlier call of the engine's may still hold it
                 return refusal
             group.stopped = True  # ``advance`` settles it
         return None

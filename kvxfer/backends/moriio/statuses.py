@@ -25,7 +25,7 @@ aside can miss of its own."""
 
 
 class Statuses:
-    """``take`` from any thread, the others on the progress thread.
+    """Each method is for any thread.
 
     One that succeeded serves another call, for which the engine takes the mutex first; none of them
     is ever freed, so there are as many as calls were in flight at once.  One that failed keeps its
@@ -56,5 +56,5 @@ class Statuses:
         self._free.append(status)
 
     def failed(self, status: Any) -> None:
-        """Its call has failed, after it was posted."""
+        """Its call has failed, or the engine refused it."""
         self._failed.append(status)
